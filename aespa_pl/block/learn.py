@@ -52,7 +52,8 @@ class Learner:
         ]
         integers: dict[str, list[Tensor]] = {name: [] for name in learned}
         for number, portion in enumerate(learning_portions(divisible, context.partition)):
-            name = ", ".join(heads.key for heads in portion)
+            # a checkpoint holds only variables: in another type the grid that they belong to is another
+            name = f"{', '.join(heads.key for heads in portion)} in {context.source.dtype}"
             training = Training(block.index, name, block_curves(block.index), number)
             of_portion = context.world.from_first(partial(self._learned_before, training))
             if of_portion is None:

@@ -21,7 +21,8 @@ class Training:
     block: int
     """Number of the block; the number of blocks for the model."""
     name: str
-    """Text that tells one training from another: head ranges of projections, or a unit of a tuning."""
+    """Text that tells one training from another: head ranges of projections, or a unit of a tuning, and the
+    type that blocks run in."""
     curves: str
     """Folder of its curves in the folder of the run."""
     number: int = 0

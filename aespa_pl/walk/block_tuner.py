@@ -98,8 +98,9 @@ class BlockTuner:
         return found.weights[0], found.finite
 
     def _training(self, index: int, unit: Unit) -> Training:
-        name, curves = f"tuning {unit.name}".strip(), block_curves(index, unit.name)
-        return Training(index, name, curves, processes=self.context.world.size)
+        # a checkpoint lacks zero points and targets, which are others where blocks run in another type
+        name = f"{f'tuning {unit.name}'.strip()} in {self.context.source.dtype}"
+        return Training(index, name, block_curves(index, unit.name), processes=self.context.world.size)
 
     def _known_unit(self, index: int, unit: Unit) -> tuple[Training, Path | None]:
         """Return the training of a unit, and the file of what it has learned, if there is one."""

@@ -17,7 +17,7 @@ LAST = BASE.rounding.iterations
 
 def whole_block(index: int) -> Training:
     """Return what the tests' OPT learns together: all projections of a block."""
-    return Training(index, "q_proj, k_proj, v_proj, out_proj, fc1, fc2", f"block_{index:03}")
+    return Training(index, "q_proj, k_proj, v_proj, out_proj, fc1, fc2 in torch.float32", f"block_{index:03}")
 
 
 EVERY_FIVE = OutputSettings(checkpoint_iterations=5, checkpoint_seconds=None)

@@ -1,5 +1,6 @@
 """A run that was killed in a tuning, of a block or of the model, goes on and ends with the same bytes."""
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -161,6 +162,21 @@ def test_killed_in_memory_it_goes_on_with_the_blocks_on_disk(bench: Bench) -> No
     check(bench, "goes_on_on_disk", bench.fit("goes_on_on_disk", *LAST, *TUNED, place), whole)
     refused = bench.fit("goes_on_on_disk", *LAST, *TUNED, "--quantization.tuning.model.blocks=memory")
     assert "quantization.tuning.model.blocks was disk and is memory" in refused.text
+
+
+def test_the_block_under_way_begins_again_in_another_dtype(bench: Bench) -> None:
+    """As if nothing of it were learned: zero points, which no checkpoint holds, may be others."""
+    stopped = bench.fit("dtype", *TUNED, number=signal.SIGTERM, when=f"*/{BLOCK}/step_6*")
+    assert stopped.status == 128 + signal.SIGTERM, stopped.text
+    run = copied(bench.run_of("dtype"), bench, "dtype_alone")
+    journal = bench.journal("dtype")
+    assert journal["portions"]
+    assert journal["checkpoint"]
+    (run / "journal.json").write_text(json.dumps(journal | {"portions": [], "checkpoint": None}))
+    for name in ("dtype", "dtype_alone"):
+        outcome = bench.fit(name, *LAST, *TUNED, "--model.dtype=bfloat16")
+        assert outcome.status == 0, outcome.text
+    assert results(bench.run_of("dtype")) == results(run)
 
 
 @pytest.mark.parametrize("file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"])
