@@ -138,6 +138,7 @@ class BlockTuner:
             checkpoint=context.world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             recipe=learned,
         )
+        del pairs  # which know the Trainer, and so all that it has trained
         context.free_memory()
         return found
 

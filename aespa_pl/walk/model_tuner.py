@@ -100,7 +100,7 @@ class ModelTuner:
                     checksums = context.run.checksums(map(moves.file, range(count)))
             else:
                 found, learned = self._tune_in_memory(model, train)
-        del model, train
+        del model, train, pairs  # the pairs know the Trainer, and so all that it has trained
         context.free_memory()
         world.wait_for_all()  # the first one replaces files that others read
         if world.is_first:

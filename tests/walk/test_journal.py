@@ -1,6 +1,7 @@
 """A walk stores what it did, and goes on from it to the same bits."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from tests.models.examples import make_model
 from tests.walk.by_hand import CORRECT, NOT_LEARNED, POLISH, Walked, differing
-from tests.walks import BLOCKS, shortened, walk
+from tests.walk.test_tuning import BOTH
+from tests.walks import BLOCKS, SilentTrainers, shortened, walk
 
 
 def test_hidden_states_on_disk_give_the_same(walked: Walked, tmp_path: Path) -> None:
@@ -109,3 +111,27 @@ def test_run_with_polish_goes_on_to_the_same_bits(tmp_path: Path, walked: Walked
     for index in range(BLOCKS):
         assert not differing(continued, whole, index)
         assert continued.losses(index) == whole.losses(index)
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_after_a_tuning_nothing_of_it_stays_in_memory(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[weakref.ref[LightningModule]] = []
+    alive: list[int] = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trained.append(weakref.ref(pl_module))
+
+    free = SilentTrainers.free
+
+    def free_and_count(trainers: SilentTrainers) -> None:
+        free(trainers)
+        alive.append(sum(module() is not None for module in trained))
+
+    monkeypatch.setattr(SilentTrainers, "free", free_and_count)
+    changes = BOTH | {"method": "rtn", "tuning.model.blocks": place}
+    walk("opt", tmp_path, changes, tuning_options=lambda _run, _training: {"callbacks": [Watch()]})
+    assert len(trained) == BLOCKS + 1
+    assert set(alive) == {0}
