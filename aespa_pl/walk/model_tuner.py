@@ -155,20 +155,22 @@ class ModelTuner:
 
         file = self.context.run.block_file
         streamed = TrainableStream(model, source.family, lambda index: read_tensors(file(index)), make, moves)
-        found, changed = train(streamed), 0.0
+        found, changed, count = train(streamed), 0.0, 0
         learned: dict[str, Tensor] = {}
         for index in range(source.block_count):
             with streamed.block(index) as (block, _):
                 weights = quantized_weights(block, self.context.layout(index))
                 before = self._weights(index, load_file(file(index)))
                 on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
-                changed += tuning.changed_fraction([before], [on_host])
+                size = sum(q.integers.numel() for q in before.values())
+                changed += tuning.changed_fraction([before], [on_host]) * size
+                count += size
                 remove_parametrizations(block)
                 learned |= self._vectors(block, source.family.block_prefix(index))
             stored = record.weight_tensors(weights)
             learned |= {_key(index, n): tensor for n, tensor in stored.items() if not n.endswith(".integers")}
         remove_parametrizations(model)
-        return replace(found, changed=changed / source.block_count), learned | self._vectors(model)
+        return replace(found, changed=changed / max(1, count)), learned | self._vectors(model)
 
     def rewrite(self) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
