@@ -13,7 +13,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -125,13 +125,17 @@ class BlockTrainers:
     ) -> Trainer:
         """Return a Trainer of the section, with our own callbacks."""
         chosen = self.parsed.new_trainer_section(logger=False)  # new callbacks: they keep a state
-        callbacks = listed(chosen.callbacks)
+        callbacks, loggers = listed(chosen.callbacks), self.loggers(run, training.curves)
+        for callback in callbacks:
+            # where Lightning has no logger's folder it takes that of the block, which goes with the block
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None and not loggers:
+                callback.dirpath = str(run.checkpoints_folder.absolute())
         if chosen.enable_checkpointing:
             callbacks += checkpoints(self.parsed.settings.output, folder)
         if isinstance(self.first.strategy, DDPStrategy):
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.parsed.instantiate_trainer(
-            logger=self.loggers(run, training.curves),
+            logger=loggers,
             callbacks=[*callbacks, *own, StopAtIteration(self.interruption, folder, self.world)],
             plugins=[
                 *listed(chosen.plugins),

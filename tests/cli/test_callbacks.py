@@ -92,6 +92,13 @@ def test_early_stopping_may_end_the_learning(
     assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 19
 
 
+def test_checkpoints_of_the_user_stay_where_there_is_no_logger(aespa: CommandLine, model: Path) -> None:
+    words = ("--trainer.logger", "false", "--trainer.callbacks", "ModelCheckpoint")
+    status, out, err = aespa("fit", *small(model), *NO_TEXTS, *words)
+    assert (status, err) == (0, "")
+    assert len(list(Path(out.splitlines()[-1], "checkpoints").glob("*.ckpt"))) == 2  # of two blocks
+
+
 class FailingAtItsEnd(CSVLogger):
     def finalize(self, status: str) -> None:
         raise ConnectionError("the server of curves is gone")
