@@ -33,6 +33,7 @@ class Quantized(NamedTuple):
     weights: Mapping[str, StoredWeight]  # by projection
     losses: dict[str, dict[str, float]]  # what was measured on each projection; only in the first process
     tuned: Tuned | None  # what the tuning of the block found; None: it was not tuned
+    descent: list[dict[str, float]]  # points of the losses after passes; only in the first process
 
 
 class Walk:
@@ -150,7 +151,7 @@ class Walk:
                 with context.measure("forward"):
                     context.source.advance(module, streams.original)
             restore(module, context.source, index, context.layout(index))
-            return Quantized({}, {}, {}, None)
+            return Quantized({}, {}, {}, None, [])
         if self.block_tuner is not None:
             with context.measure("tuning"):
                 between = self.block_tuner.between(index, module, streams.original)
@@ -160,20 +161,16 @@ class Walk:
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
         losses = record.losses_of(block) if context.world.is_first else {}
-        if steps := record.descent_curves(block, losses) if losses else []:
-            for logger in context.trainers.loggers(context.run, block_curves(index)):
-                for step, points in enumerate(steps):
-                    logger.log_metrics(points, step=step)
-                logger.finalize("success")
+        descent = record.descent_curves(block, losses) if losses else []
         zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
         if self.block_tuner is None:
             replace_weights(block, module, context.source)
-            return Quantized(zetas, block.stored(), losses, None)
+            return Quantized(zetas, block.stored(), losses, None, descent)
         tunable = self.block_tuner.begin(block, module)
         del block  # and with it the memory of the Hessians
         with context.measure("tuning"):
             tuned = self.block_tuner.tune(index, tunable, streams.quantized, between, streams.original)
-        return Quantized(zetas, tuned.weights[0], losses, tuned)
+        return Quantized(zetas, tuned.weights[0], losses, tuned, descent)
 
     @torch.no_grad()
     def _store(self, index: int, module: nn.Module, weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
@@ -213,6 +210,11 @@ class Walk:
             points |= record.tuning_curves(found.tuned)
             said.append(f"block {index}: {record.tuning_words(found.tuned)}")
         self._log(points, index)
+        if found.descent:  # not before: a block that is continued in its tuning would have them twice
+            for logger in self.context.trainers.loggers(self.context.run, block_curves(index)):
+                for step, losses in enumerate(found.descent):
+                    logger.log_metrics(losses, step=step)
+                logger.finalize("success")
         for words in said:
             self.context.progress.say(words)
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from safetensors import safe_open
 
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from tests.models.examples import make_model
 from tests.walk.by_hand import CORRECT, NOT_LEARNED, POLISH, Walked, differing
-from tests.walk.test_tuning import BOTH
+from tests.walk.test_tuning import BLOCKS_ONLY, BOTH
 from tests.walks import BLOCKS, SilentTrainers, shortened, walk
 
 
@@ -135,3 +136,21 @@ def test_after_a_tuning_nothing_of_it_stays_in_memory(
     walk("opt", tmp_path, changes, tuning_options=lambda _run, _training: {"callbacks": [Watch()]})
     assert len(trained) == BLOCKS + 1
     assert set(alive) == {0}
+
+
+def test_losses_after_passes_are_drawn_once_for_a_block_that_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def loggers(_trainers: SilentTrainers, _run: Run, curves: str) -> list[CSVLogger]:
+        made.append(curves)
+        return [CSVLogger(tmp_path, curves)]
+
+    monkeypatch.setattr(SilentTrainers, "loggers", loggers)
+    changes = BLOCKS_ONLY | {"method": "aespa-fast"}
+    with pytest.raises(InterruptedError):
+        walk("opt", tmp_path, changes, tuning_options=Stop().options)
+    walk("opt", tmp_path, changes, run=Run.open(tmp_path / "runs" / "version_0"))
+    assert made == ["block_000", "block_001"]
+    assert "loss_after_passes/fc1" in (tmp_path / "block_001/version_0/metrics.csv").read_text()
