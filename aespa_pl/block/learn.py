@@ -3,13 +3,11 @@
 Source: docs/algorithm.md, step 4; Eq. 27 and 28 of the paper.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from aespa_pl.algorithm.objectives import keep_better, multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.statistics import Hessian
 from aespa_pl.distributed.processes import RowShare
-from aespa_pl.errors import UserError
+from aespa_pl.fitting import fit, refuse_early_end
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import Role
 from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Portion, learning_portions
@@ -26,8 +24,6 @@ from aespa_pl.run.checkpointing import read_checkpoint
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.files import write_tensors
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,12 +56,14 @@ class Learner:
                 module = self._module(portion, block)
                 release_memory()
                 trainer = context.trainers.of_rounding(run, training)
-                trainer.fit(
+                fit(
+                    trainer,
                     module,
-                    datamodule=StatisticsDataModule(self._statistics(portion, block)),
-                    ckpt_path=context.world.from_first(partial(self._checkpoint, training)),
+                    StatisticsDataModule(self._statistics(portion, block)),
+                    context.world.from_first(partial(self._checkpoint, training)),
                 )
-                self._refuse_early_end(trainer, f"block {block.index}")
+                key, wanted = "quantization.rounding.iterations", context.settings.rounding.iterations
+                refuse_early_end(trainer, wanted, f"block {block.index}: learning", key)
                 of_portion = self._integers(module, portion, block)
                 del module, trainer
                 self._keep(training, of_portion)
@@ -147,26 +145,6 @@ class Learner:
 
     def _share(self, heads: HeadRange, p: QuantizedProjection) -> RowShare:
         return replace(p.share(self.context.world), heads=heads.end - heads.first)
-
-    def _refuse_early_end(self, trainer: Trainer, label: str) -> None:
-        """Accept that EarlyStopping ended the training, and refuse any other reason with a UserError."""
-        done, wanted = trainer.global_step, self.context.settings.rounding.iterations
-        if done >= wanted:
-            return
-        stopping = [c for c in trainer.early_stopping_callbacks if c.stopped_epoch]
-        if stopping:
-            log.info("%s: EarlyStopping ended the learning after %d iterations", label, done)
-            return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Lightning's and ours end nothing early; the rest are the user's
-        ours = ("lightning.pytorch.callbacks.model_checkpoint", "aespa_pl.")
-        names = {type(c).__name__ for c in callbacks if not type(c).__module__.startswith(ours)}
-        others = sorted(names - {"EarlyStopping"})
-        raise UserError(
-            f"{label}: learning ended after {done} of {wanted} iterations, so one of trainer.callbacks "
-            f"ended it ({', '.join(others)}): remove the one that does, or lower "
-            "quantization.rounding.iterations"
-        )
 
     def _learned_before(self, training: Training) -> dict[str, Tensor] | None:
         """Return the integers that a portion had learned before an interruption, if it had."""

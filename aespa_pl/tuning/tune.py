@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.fitting import fit, refuse_early_end
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
 from aespa_pl.tuning.moving import MovingTuning
@@ -115,7 +116,10 @@ def changed_fraction(
 
 
 def _fit(module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None) -> Tuned:
-    """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch."""
+    """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch.
+
+    Raises UserError where a callback ends the training early.
+    """
     device = next(module.parameters()).device
     module.world = pairs.world
     with warnings.catch_warnings():
@@ -125,7 +129,10 @@ def _fit(module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path
         warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
         # the errors are sums over all processes already
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-        trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
+        fit(trainer, module, pairs, checkpoint)
+    if module.finite:  # otherwise it has ended the training itself
+        lower = "quantization.tuning.blocks.epochs or quantization.tuning.model.epochs"
+        refuse_early_end(trainer, int(trainer.estimated_stepping_batches), "tuning", lower)
     module.to(device)  # Lightning leaves it on the CPU
     module.restore_best()
     return Tuned([], module.start_error, module.best_error, module.best_epoch, module.finite, changed=0.0)

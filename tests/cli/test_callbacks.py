@@ -73,6 +73,37 @@ def test_callback_that_ends_the_learning_is_named(aespa: CommandLine, model: Pat
     assert aespa("fit", *arguments, *LAST)[0] == 0
 
 
+TUNED = (
+    "--quantization.method", "aespa-fast", "--quantization.tuning.blocks.enabled", "true",
+    "--quantization.tuning.blocks.epochs", 2, "--quantization.tuning.held_back", 0.3,
+    "--quantization.tuning.blocks.batch_size", 1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (
+            ("Timer", "--trainer.callbacks.duration", '{"microseconds": 1}',
+             "--trainer.callbacks.interval", "step"),
+            "tuning ended after 1 of 4 iterations, so one of trainer.callbacks ended it (Timer)",
+        ),
+        (
+            ("ModelCheckpoint", "--trainer.callbacks.monitor", "loss"),
+            "has a ModelCheckpoint whose monitor is loss, which this training does not log: expected one of "
+            "epoch, step, tuning/held_back_error, tuning/training_error",
+        ),
+    ],
+    ids=["timer", "monitor"],
+)  # fmt: skip
+def test_callback_that_a_tuning_cannot_go_with_is_named(
+    callback: tuple[str, ...], message: str, aespa: CommandLine, model: Path
+) -> None:
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *TUNED, "--trainer.callbacks", *callback)
+    assert (status, err.count("\n")) == (2, 1)
+    assert message in err
+
+
 def test_early_stopping_may_end_the_learning(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
