@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -110,6 +110,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file into memory, by name; the library's are views of the file."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def has_tensors(path: Path) -> bool:
+    """Tell whether a safetensors file is there, and as long as its header says."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _flush_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.weights import projection_rows
-from aespa_pl.storage.files import read_tensors, write_tensors
+from aespa_pl.storage.files import has_tensors, read_tensors, write_tensors
 from aespa_pl.tuning.data import Pair
 from aespa_pl.tuning.parametrization import WeightParametrization
 from aespa_pl.tuning.training import Tuning
@@ -58,9 +58,10 @@ class Moves:
         """Return the file of a block's offsets, by the paths of its linear layers."""
         return self._of_step(self.step) / f"block_{index:03}.safetensors"
 
-    def has(self, step: int) -> bool:
-        """Tell whether there are files of a step; before the first one none is needed."""
-        return step == 0 or self._of_step(step).is_dir()
+    def has(self, steps: Collection[int], blocks: int) -> bool:
+        """Tell whether the files of all blocks after each of the steps are whole; step 0 needs none."""
+        names = [self.file(index).name for index in range(blocks)]
+        return all(has_tensors(self._of_step(step) / name) for step in steps if step for name in names)
 
     def read(self, index: int) -> dict[str, Tensor]:
         """Return the offsets of a block; empty before the first step."""

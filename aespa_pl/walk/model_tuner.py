@@ -19,6 +19,7 @@ from aespa_pl import tuning
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import DTYPES
+from aespa_pl.run.checkpointing import read_checkpoint
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
@@ -28,6 +29,7 @@ from aespa_pl.storage.files import read_tensors, write_tensors
 from aespa_pl.tuning import TunableBlock, Tuned
 from aespa_pl.tuning.moving import Moves, moved
 from aespa_pl.tuning.streamed import TrainableStream
+from aespa_pl.tuning.training import STATE
 from aespa_pl.tuning.weights import (
     merged,
     parametrize_block,
@@ -91,7 +93,7 @@ class ModelTuner:
                 loss=tuning.divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
-                checkpoint=world.from_first(partial(self._checkpoint, training, moves)),
+                checkpoint=world.from_first(partial(self._checkpoint, training, moves, pairs.steps)),
             )
             checksums: dict[str, str] = {}
             if streamed:
@@ -107,13 +109,19 @@ class ModelTuner:
             write_tensors(context.run.tuned_file, learned, checksums)
         return found
 
-    def _checkpoint(self, training: Training, moves: Moves | None) -> Path | None:
-        """Return the checkpoint to continue; where integers move, there is none without their files."""
+    def _checkpoint(self, training: Training, moves: Moves | None, steps: int) -> Path | None:
+        """Return the checkpoint to continue; where integers move, there is none without their files.
+
+        An epoch has so many ``steps``.
+        """
         run = self.context.run
         found = run.checkpoint_to_continue(training)
-        if moves is not None and found is not None and not moves.has(self._saved() or 0):
-            log.warning("%s lacks a file: the end-to-end tuning starts again", moves.folder)
-            found = None
+        if moves is not None and found is not None:
+            content = read_checkpoint(found, mmap=True)
+            needed = {content["global_step"], content[STATE]["best_epoch"] * steps}
+            if not moves.has(needed, self.context.source.block_count):
+                log.warning("%s lacks a file, or has a damaged one: the tuning starts again", moves.folder)
+                found = None
         if moves is not None and found is None:  # the first step removes what another one needs
             run.forget_checkpoint()
         return found

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrize
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.tuning.moving import Moves, latents
 from aespa_pl.tuning.parametrization import StraightThrough
+from tests.run.bench import remove, truncate
 from tests.tuning.tuned import quantize
 
 
@@ -78,3 +80,20 @@ def test_files_of_other_steps_are_removed(kept: set[int], tmp_path: Path) -> Non
         moves.take_step(0, block, moves.read(0), gradients)
     moves.keep(kept)
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept - {0}}
+
+
+@pytest.mark.parametrize("damage", [truncate, remove])
+def test_a_damaged_file_of_any_block_and_step_is_noticed(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    moves, block = Moves(tmp_path, lambda _: 0.1), make_block()
+    assert moves.has({0}, 2)
+    assert not moves.has({0, 1}, 2)
+    for moves.step in range(2):
+        gradients = [torch.ones_like(made.original) for made in latents(block).values()]
+        for index in range(2):
+            moves.take_step(index, block, moves.read(index), gradients)
+    assert moves.has({0, 1, 2}, 2)
+    damage(tmp_path / "step_1/block_001.safetensors")
+    assert moves.has({0, 2}, 2)
+    assert not moves.has({1, 2}, 2)
