@@ -23,6 +23,8 @@ Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, each with ``role`` and ``content``."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
+JSON_ENDINGS = (".json", ".jsonl", ".ndjson", ".jl")
+"""Endings, in small or capital letters, of files whose rows are objects; .gz may follow."""
 LARGEST_TEXT = 4 * 10**9
 """Most characters of a text, five times C4's shard that the paper samples: one that never ends is refused."""
 
@@ -83,12 +85,17 @@ class TextFile:
     @property
     def name(self) -> str:
         """Return the name without .gz."""
-        return self.path.name.removesuffix(".gz")
+        return self.path.stem if self.is_compressed else self.path.name
+
+    @property
+    def is_compressed(self) -> bool:
+        """Tell whether the file's name ends in .gz."""
+        return self.path.suffix.lower() == ".gz"
 
     @property
     def is_json(self) -> bool:
         """Tell whether every row of the file is an object; otherwise it is plain text."""
-        return Path(self.name).suffix in (".json", ".jsonl")
+        return Path(self.name).suffix.lower() in JSON_ENDINGS
 
     def too_large(self) -> UserError:
         """Return the error for a text that is longer than anyone needs, or never ends."""
@@ -101,11 +108,11 @@ class TextFile:
             return checksum(self.path)
 
     def rows(self) -> list[Document]:
-        """Return the file's text: one string for a plain text, a document for each row of a .json or .jsonl.
+        """Return the file's text: one string for a plain text, a document for each row of JSON.
 
         Raises UserError where the file can't be read or decoded, is empty or too large, or a row has no text.
         """
-        opened = gzip.open if self.path.suffix == ".gz" else open
+        opened = gzip.open if self.is_compressed else open
         # newline="\n": plain text stays unchanged, and a lone carriage return ends no JSON line
         with self._errors(), opened(self.path, "rt", encoding="utf-8-sig", newline="\n") as file:
             lines = self._lines(file)

@@ -51,10 +51,11 @@ class CalibrationSettings:
     """The text that the statistics are taken from."""
 
     source: dict[str, FinitePositive] | str = "c4"
-    """c4, wikitext2 or ptb (from the hub), embedded (comes with the package), or a local file: .json or
-    .jsonl, of which each row is a document, or any other text, which is one document; also with .gz. A row
-    has its text in text or sentence, or a conversation in messages, which the model's chat template makes
-    a text of. Several texts with the proportions of their segments: {c4: 0.7, code.jsonl: 0.3}."""
+    """c4, wikitext2 or ptb (from the hub), embedded (comes with the package), or a local file: .json,
+    .jsonl, .ndjson or .jl, of which each row is a document, or any other text, which is one document; also
+    with .gz. A row has its text in text or sentence, or a conversation in messages, which the model's chat
+    template makes a text of. Several texts with the proportions of their segments: {c4: 0.7, code.jsonl:
+    0.3}."""
     segments: PositiveInt = 128
     """Number of calibration segments (Section 4.1)."""
     segment_length: PositiveInt | None = 2048

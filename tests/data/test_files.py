@@ -22,7 +22,7 @@ def rows_of(path: Path) -> list[Any]:
 def write(path: Path, content: str) -> Path:
     """Write a file, compressed if its name says so."""
     data = content.encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes(gzip.compress(data) if path.suffix in (".gz", ".GZ") else data)
     return path
 
 
@@ -32,7 +32,7 @@ def test_a_txt_is_one_row_as_it_is(tmp_path: Path, name: str) -> None:
     assert rows_of(write(tmp_path / name, content)) == [content]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl", "a.JSONL.GZ", "a.ndjson", "a.jl.gz"])
 @pytest.mark.parametrize("layout", ["lines", "array", "indented array"])
 def test_json_lines_and_arrays_are_read_under_either_name(tmp_path: Path, name: str, layout: str) -> None:
     texts = ["one", "", "two\u2028three\n", "é"]
