@@ -16,7 +16,7 @@ from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands import limits
 from aespa_pl.commands.block_types import block_types, check_format, with_head
 from aespa_pl.data.texts import short_names
-from aespa_pl.data.tokens import begun, calibration_tokens, check_vocabulary, evaluation_tokens
+from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, layouts_of
@@ -134,8 +134,8 @@ class Job(Checked):
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""
         settings, tokenizer = self.data.calibration, self.pretrained.tokenizer()
-        tokens = calibration_tokens(settings, tokenizer, self.segment_length, self.cache)
-        tokens = begun(tokens, settings.source, bos_of(self.data, tokenizer, self.family))
+        bos = bos_of(self.data, tokenizer, self.family)
+        tokens = calibration_tokens(settings, tokenizer, self.segment_length, self.cache, bos=bos)
         check_vocabulary(tokens, self.config.vocab_size)
         return tokens
 
@@ -246,7 +246,7 @@ def held_out_texts(
     limit, cache = data.evaluation.max_segments, cache_folder(data.cache)
     bos = bos_of(data, tokenizer, family_of(config))
     texts = {
-        name: begun(evaluation_tokens(source, tokenizer, length, limit, cache), source, bos)
+        name: evaluation_tokens(source, tokenizer, length, limit, cache, bos=bos)
         for source, name in short_names(data.evaluation.names).items()
     }
     for tokens in texts.values():

@@ -42,18 +42,24 @@ CLOCK = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"
 
 
 def calibration_tokens(
-    settings: CalibrationSettings, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path
+    settings: CalibrationSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    cache: Path,
+    *,
+    bos: int | None = None,
 ) -> Int64[Tensor, "segments length"]:
     """Return random segments of the calibration text: the same ones for the same seed.
 
     Those of several texts are mixed, so that each of them is also held back by a tuning. ``length`` counts,
-    not the settings' own; the folder ``cache`` keeps the tokens. Raises UserError for a text that can't be
-    had, or is too short.
+    not the settings' own; the folder ``cache`` keeps the tokens. ``bos`` takes the place of each
+    segment's first token; those of a file of token ids stay as the user made them. Raises UserError for a
+    text that can't be had, or is too short.
     """
     if isinstance(settings.source, Mapping):
         counts = divide_segments(settings.source, settings.segments)
         parts = (replace(settings, source=name, segments=count) for name, count in counts.items())
-        segments = torch.cat([calibration_tokens(part, tokenizer, length, cache) for part in parts])
+        segments = torch.cat([calibration_tokens(part, tokenizer, length, cache, bos=bos) for part in parts])
         generator = torch.Generator().manual_seed(settings.seed)
         return segments[torch.randperm(len(segments), generator=generator)]
     if settings.source.endswith(".safetensors"):
@@ -76,16 +82,22 @@ def calibration_tokens(
         tokenized = partial(_document_tokens, tokenizer, text.source)
         return draw_segments(text.documents(), tokenized, settings, length)
 
-    return cached_tokens(cache, made_from, make)
+    return _begun(cached_tokens(cache, made_from, make), bos)
 
 
 def evaluation_tokens(
-    source: str, tokenizer: PreTrainedTokenizerBase, length: int, max_segments: int | None, cache: Path
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    max_segments: int | None,
+    cache: Path,
+    *,
+    bos: int | None = None,
 ) -> Int64[Tensor, "segments length"]:
     """Return a text, tokenized as one string and cut into whole segments; the rest is dropped.
 
-    The first ``max_segments`` are kept (None: all, of C4 the paper's 256); ``cache`` is as above. Raises
-    UserError where the text can't be had, or has fewer tokens than a segment.
+    The first ``max_segments`` are kept (None: all, of C4 the paper's 256); ``cache`` and ``bos`` are as
+    above. Raises UserError where the text can't be had, or has fewer tokens than a segment.
     """
     if source.endswith(".safetensors"):
         return _stored(source, EVALUATION_KEY, length, max_segments)
@@ -110,17 +122,12 @@ def evaluation_tokens(
             )
         return tokens[: len(tokens) // length * length].view(-1, length)[:limit]  # [segments, length]
 
-    return cached_tokens(cache, made_from, make)
+    return _begun(cached_tokens(cache, made_from, make), bos)
 
 
-def begun(
-    tokens: Int64[Tensor, "segments length"], source: object, bos: int | None
-) -> Int64[Tensor, "segments length"]:
-    """Return segments that begin with ``bos`` in place of their first token, which is not measured anyway.
-
-    Those of a file of tokens, as ``source``, stay as the user made them; None: so do all.
-    """
-    if bos is None or str(source).endswith(".safetensors"):
+def _begun(tokens: Int64[Tensor, "segments length"], bos: int | None) -> Int64[Tensor, "segments length"]:
+    """Return segments that begin with ``bos`` in place of their first token, which is not measured anyway."""
+    if bos is None:
         return tokens
     tokens = tokens.clone()
     tokens[:, 0] = bos

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from aespa_pl.data import tokens
-from aespa_pl.data.tokens import begun, calibration_tokens, check_vocabulary, evaluation_tokens, few_tokens
+from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens, few_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
@@ -104,10 +104,20 @@ def test_bos_takes_the_place_of_the_first_token_of_every_segment(
     file: Path, tokenizer: PreTrainedTokenizerFast, cache: Path
 ) -> None:
     found = evaluation_tokens(str(file), tokenizer, 40, 3, cache)
-    with_bos = begun(found, str(file), 7)
+    with_bos = evaluation_tokens(str(file), tokenizer, 40, 3, cache, bos=7)
     assert with_bos.tolist() == [[7, *segment[1:]] for segment in found.tolist()]
-    assert begun(found, str(file), None).equal(found)
-    assert begun(found, "mine.safetensors", 7).equal(found)
+    assert evaluation_tokens(str(file), tokenizer, 40, 3, cache).equal(found)
+
+
+def test_ids_of_a_file_stay_as_they_are_beside_a_text_that_begins_with_bos(
+    file: Path, tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    ids = tmp_path / "ids.safetensors"
+    save_file({"tokens": torch.full((2, 10), 950)}, ids)
+    mixed = CalibrationSettings({str(file): 1, str(ids): 1}, segments=4)
+    found = calibration_tokens(mixed, tokenizer, 10, cache, bos=7)
+    assert sorted(found[:, 0].tolist()) == [7, 7, 950, 950]
+    assert evaluation_tokens(str(ids), tokenizer, 10, None, cache, bos=7).eq(950).all()
 
 
 def test_a_text_longer_than_the_model_gives_no_warning(
