@@ -3,6 +3,8 @@
 Source: Section 4.1 of the paper. Only what is drawn is tokenized: a shard of C4 has 356,317 documents.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -47,8 +49,10 @@ def draw_segments(
     """Return random windows of random documents that have more than ``length`` tokens.
 
     A document is used once while others are left; then windows are drawn from all of them. No two windows
-    overlap, so that a tuning trains on no token of the segments that it holds back. With ``settings.pack``
-    shorter documents are joined, in the order in which they are drawn, until they are long enough together.
+    overlap, and of equal documents one counts, so that a tuning trains on no token of the segments that it
+    holds back. With ``settings.pack`` shorter documents are joined, in the order in which they are drawn,
+    until they are long enough together.
+
     Raises UserError where no document is long enough, or there is no room for so many windows.
     """
     random = Random(settings.seed)  # noqa: S311 - no secret
@@ -91,9 +95,14 @@ def _draw_documents(
     long: list[Tensor] = []
     packed: list[Tensor] = []
     read: list[int] = []  # lengths of documents
+    seen = set[bytes]()
     short_in_a_row = 0
     for index in random.sample(range(len(texts)), len(texts)):
-        tokens = tokenize(texts[index])
+        document = texts[index]
+        if (content := hashlib.sha256(json.dumps(document).encode()).digest()) in seen:
+            continue
+        seen.add(content)
+        tokens = tokenize(document)
         read.append(len(tokens))
         if settings.pack and len(tokens) <= length:
             packed.append(tokens)

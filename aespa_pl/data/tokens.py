@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 TENSOR = "tokens"
 """Name of the tensor in a file of token ids, and of the folder in the cache."""
-VERSION = 3
+VERSION = 4
 """Number of the way in which tokens are made; a change of it makes older entries of the cache invisible."""
 TOKENS_PER_INPUT = 10
 """Calibration tokens for each input of a projection below which they are called few. OPTQ's INT2 perplexity

@@ -167,6 +167,14 @@ def test_the_choice_does_not_depend_on_the_global_generators() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_document_that_is_there_several_times_is_used_once(*, pack: bool) -> None:
+    documents = make_documents([2 * LENGTH + 5] * 4 + [LENGTH // 2] * 6)
+    for seed in range(20):
+        drawn = draw(documents * 3, 8, seed, pack=pack)
+        assert len({word for segment in drawn for word in segment}) == 8 * LENGTH
+
+
 def test_documents_that_are_not_drawn_are_not_tokenized() -> None:
     words = Words()
     documents = make_documents([2 * LENGTH] * 1000)
@@ -208,7 +216,7 @@ def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(sampling, "PATIENCE", 20)
     words = Words()
     with pytest.raises(UserError, match="documents read: 20"):
-        draw_segments(["1 2"] * 1000, words, CalibrationSettings(segments=1), LENGTH)
+        draw_segments(make_documents([2] * 1000), words, CalibrationSettings(segments=1), LENGTH)
     assert len(words.asked) == 20
 
 
