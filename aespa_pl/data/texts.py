@@ -106,8 +106,9 @@ def _c4(split: str, file: str) -> HubRows:
 
 def _known(split: str, c4: HubRows, c4_rows: Protocol) -> dict[str, tuple[HubRows, Protocol]]:
     """Return the texts that have names, with what becomes of their rows; ``split`` is of all but C4."""
-    rows, local = f'a .jsonl with the {split} split\'s rows, {{"text": "..."}}', f"ptb.{split}.txt"
-    wikitext2 = HubRows("Salesforce/wikitext", split, rows, config="wikitext-2-raw-v1")
+    # not a .jsonl: for calibration each of its rows would be a document
+    joined, local = f"a .txt with the {split} split's rows joined by blank lines", f"ptb.{split}.txt"
+    wikitext2 = HubRows("Salesforce/wikitext", split, joined, config="wikitext-2-raw-v1")
     # the data set itself is a script, which `datasets` runs no longer; the hub's conversion
     file, revision = f"penn_treebank/{split}/0000.parquet", "refs/convert/parquet"
     ptb = HubRows("ptb-text-only/ptb_text_only", split, local, None, file, revision, field="sentence")

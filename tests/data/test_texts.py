@@ -158,8 +158,8 @@ def test_datasets_finds_the_files_we_ask_for() -> None:
             "evaluation",
             "wikitext2",
             "data.evaluation.texts: cannot load Salesforce/wikitext from the Hugging Face hub "
-            "(WHY); give the path of a local copy instead: a .jsonl with the test split's rows, "
-            '{"text": "..."}',
+            "(WHY); give the path of a local copy instead: a .txt with the test split's rows joined by "
+            "blank lines",
         ),
         (
             "evaluation",
@@ -217,6 +217,16 @@ def test_a_local_ptb_file_means_what_ptb_means(tmp_path: Path, hub: Any, purpose
     path.write_text(" a <unk> b \n c \n")
     read = READERS[purpose]
     assert documents(read(str(path))) == documents(read("ptb"))
+
+
+@pytest.mark.parametrize("purpose", READERS)
+def test_the_local_copy_of_wikitext2_that_is_advised_means_what_wikitext2_means(
+    tmp_path: Path, hub: Any, purpose: str
+) -> None:
+    hub.rows = {"text": ["", " = A = \n", "b"]}
+    path = tmp_path / "rows.txt"
+    path.write_text("\n\n".join(hub.rows["text"]))
+    assert documents(READERS[purpose](str(path))) == documents(READERS[purpose]("wikitext2"))
 
 
 def test_a_local_c4_shard_means_what_c4_means(tmp_path: Path, hub: Any) -> None:
