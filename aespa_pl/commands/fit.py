@@ -20,6 +20,7 @@ from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence,
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.commands.trainers import BlockTrainers
+from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.export.forecast import forecast
@@ -142,6 +143,8 @@ def _start(
         refuse_tuning(setup, _tuned(earlier, len(job.shape.of_blocks)))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
+    for words in _seen(job):
+        progress.say(words)
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
         if words := job.pretrained.unused():
@@ -159,6 +162,16 @@ def _start(
             run.move_blocks(job.quantization.tuning.model.blocks)
         run.refuse_changes(fingerprint)
     return run, tokens, texts, _finished(run, progress)
+
+
+def _seen(job: Job) -> Iterator[str]:
+    """Yield a warning for each text whose perplexity says little, because it is calibrated on."""
+    if job.quantization.uses_inputs:
+        for text in seen_texts(job.data.calibration.source, job.data.evaluation.names):
+            yield (
+                f"{text} is a calibration text as well: perplexity of it is that of text the quantization "
+                "has seen"
+            )
 
 
 def _tuned(earlier: Run | None, blocks: int) -> list[str]:

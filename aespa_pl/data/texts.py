@@ -12,6 +12,8 @@ from pathlib import Path
 
 from aespa_pl.data.files import SENTENCE_FILES, Document, TextFile
 from aespa_pl.errors import UserError, first_line
+from aespa_pl.paths import expanded
+from aespa_pl.storage.files import checksum
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,13 @@ def short_names(sources: Sequence[str]) -> dict[str, str]:
     short = {s: Path(s).name if is_file(s) else s for s in sources}
     taken = [name for name in short.values() if is_file(name)]
     return {s: name if taken.count(name) == 1 else s for s, name in short.items()}
+
+
+def seen_texts(calibration: str | Mapping[str, float], evaluation: Sequence[str]) -> list[str]:
+    """Return the files of ``evaluation`` that have the same content as one of ``calibration``."""
+    given = [calibration] if isinstance(calibration, str) else calibration
+    seen = {checksum(expanded(source)) for source in given if is_file(source)}
+    return [text for text in evaluation if seen and is_file(text) and checksum(expanded(text)) in seen]
 
 
 def find_text(source: str, key: str) -> Text:

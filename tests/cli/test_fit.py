@@ -134,3 +134,16 @@ def test_method_names_the_row_of_the_table_and_one_text_may_stand_alone(
     assert (status, err) == (0, "")
     assert long in out
     assert re.search(r"│ aespa-fast +│ +\d+\.\d+ │ +3\.\d+ │ +[\d.]+ KB │$", out, re.M)
+
+
+@pytest.mark.parametrize(("method", "lines"), [("rtn", []), ("optq", ["copy.txt is a calibration text as"])])
+def test_a_text_that_is_calibrated_on_is_no_held_out_one(
+    aespa: CommandLine, model: Path, method: str, lines: list[str]
+) -> None:
+    for name, text in (("own.txt", "calibration"), ("copy.txt", "calibration"), ("other.txt", "heldout")):
+        Path(name).write_text(EMBEDDED.joinpath(f"{text}.txt").read_text(encoding="utf-8"))
+    texts = "[copy.txt, other.txt, embedded]"
+    options = ("--data.calibration.source", "own.txt", "--data.evaluation.texts", texts)
+    status, out, err = aespa("fit", *small(model), *options, "--quantization.method", method)
+    assert (status, err) == (0, "")
+    assert re.findall(r"\S+ is a calibration text as", out) == lines
