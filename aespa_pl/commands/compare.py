@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.block_types import AUTO, UNIFORM, check_format
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table
-from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, is_file
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text, is_file
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.models.hub import here
 from aespa_pl.paths import expanded
@@ -39,6 +39,12 @@ SECTION = "compare"
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run all cells that are not finished, and write the results; the same command goes on after a signal."""
+
+    def run_cell(of_cell: Sequence[str]) -> str:
+        # only now: a comparison that is refused can't be continued
+        interruption.how_to_continue = shlex.join(["aespa-pl", *words])
+        return in_process(interruption, of_cell)
+
     given = Arguments.read(words[1:])
     if given.setting("trainer.fast_dev_run", "false").lower() not in ("false", "0"):
         raise UserError("trainer.fast_dev_run: a smoke test measures nothing: try it with aespa-pl fit")
@@ -55,9 +61,11 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         _refuse_beside_formats(given, chosen)
     if pretrained := shared.setting("model.pretrained", ""):
         here(pretrained, shared.setting("model.revision", "") or None)  # a wrong path fails once
-    interruption.how_to_continue = shlex.join(["aespa-pl", *words])
+    for key, text in _texts(shared):  # and so does that of a text
+        if not (text.endswith(".safetensors") and expanded(text).is_file()):
+            find_text(text, key)
     console = PlainConsole()
-    folder = compare(chosen, shared, partial(in_process, interruption), console)
+    folder = compare(chosen, shared, run_cell, console)
     console.print(str(folder), soft_wrap=True)
 
 
@@ -237,10 +245,16 @@ def _contents(given: Arguments) -> dict[str, str]:
     if (model := expanded(given.setting("model.pretrained", ""))) != Path() and model.is_dir():
         weights = (path for path in model.iterdir() if path.suffix in (".safetensors", ".bin"))
         found["model.pretrained"] = model_fingerprint([*model.glob("config.json"), *weights])
+    for _, text in _texts(given):
+        if is_file(text) and expanded(text).is_file():
+            found[text] = checksum(expanded(text))
+    return found
+
+
+def _texts(given: Arguments) -> Iterator[tuple[str, str]]:
+    """Yield key and name of each text that options name; cells say what is wrong with other values."""
     for key in (CALIBRATION_KEY, EVALUATION_KEY):
         with suppress(yaml.YAMLError):
             named = yaml.safe_load(given.setting(key, "null"))
-            for text in named if isinstance(named, list | dict) else [named]:
-                if isinstance(text, str) and is_file(text) and expanded(text).is_file():
-                    found[text] = checksum(expanded(text))
-    return found
+            every = named if isinstance(named, list | dict) else [named]
+            yield from ((key, text) for text in every if isinstance(text, str))
