@@ -21,6 +21,7 @@ from aespa_pl.commands.export import export
 from aespa_pl.commands.keys import nearest, refuse_mistakes, refuse_other_methods
 from aespa_pl.commands.output import quiet
 from aespa_pl.commands.sections import AespaCLI
+from aespa_pl.data.texts import are_names
 from aespa_pl.data.tokens import TENSOR
 from aespa_pl.distributed.launch import end_with_launcher
 from aespa_pl.distributed.processes import PeerLostError
@@ -35,7 +36,8 @@ from aespa_pl.storage.files import checksum, disk_errors, write_json, write_tens
 
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
-KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, "data", "output", FREE, "seed_everything")  # beside the signature's
+OF_CALL = ("tokenizer", "calibration", "evaluation", "config", "progress")  # as in the signature
+KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
         raise UserError("calibration is an empty list: give texts, token ids, or the name of a text")
     if isinstance(texts, str) and "\n" in texts:
         raise UserError(f"{name} is a text with several lines: give texts in memory as a list of them")
-    if not _are_names(texts):
+    if not are_names(texts):
         if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
             file = f"{name}.jsonl"
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -173,19 +175,6 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
             known = {size: number for size, number in sizes if size in names} | known
         known[key] = str(kept / file)
     return [_option(f"data.{name}.{field}", value) for field, value in known.items()]
-
-
-def _are_names(given: Any) -> bool:
-    """Tell whether texts are given by their names or files: one, a list of them, or proportions."""
-
-    def is_name(item: Any) -> bool:
-        if not isinstance(item, str) or not any(c.isspace() for c in item):
-            return isinstance(item, str | Path)
-        return os.path.isfile(item)  # noqa: PTH113  (a text may be too long for a Path)
-
-    if isinstance(given, list | tuple):
-        return all(map(is_name, given))
-    return isinstance(given, str | Path | Mapping)
 
 
 def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:

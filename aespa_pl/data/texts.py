@@ -5,10 +5,13 @@ Source: Section 4.1 of the paper, which follows OPTQ: perplexity is measured on 
 
 import hashlib
 import logging
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from aespa_pl.data.files import SENTENCE_FILES, Document, TextFile
 from aespa_pl.errors import UserError, first_line
@@ -20,6 +23,10 @@ log = logging.getLogger(__name__)
 CALIBRATION_KEY = "data.calibration.source"
 EVALUATION_KEY = "data.evaluation.texts"
 EMBEDDED = resources.files("aespa_pl") / "embedded"
+NAME = re.compile(r"[!-~]*|\S+\.[A-Za-z][A-Za-z0-9]{0,6}")
+"""Matches what may name a text: ASCII, or letters and an ending. Chinese texts have no spaces either."""
+LONGEST_NAME = 255
+"""Most bytes in the name of a file that isn't there; a longer string is a text."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,21 @@ KNOWN = {CALIBRATION_KEY: (CALIBRATION, "calibration.txt"), EVALUATION_KEY: (EVA
 def is_file(source: str) -> bool:
     """Tell whether a text is a local file, and not one that has a name of its own."""
     return source != "embedded" and source not in EVALUATION
+
+
+def are_names(given: Any) -> bool:
+    """Tell whether texts are given by their names or files: one, a list of them, or proportions."""
+
+    def is_name(item: Any) -> bool:
+        if not isinstance(item, str):
+            return isinstance(item, Path)
+        if os.path.isfile(item):  # noqa: PTH113  (a text may be too long for a Path)
+            return True
+        return len(item.encode(errors="replace")) <= LONGEST_NAME and NAME.fullmatch(item) is not None
+
+    if isinstance(given, list | tuple):
+        return all(map(is_name, given))
+    return isinstance(given, str | Path | Mapping)
 
 
 def short_names(sources: Sequence[str]) -> dict[str, str]:

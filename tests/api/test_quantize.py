@@ -145,6 +145,7 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
     ("given", "message"),
     [
         ({"bit": 3}, r"^bit is unknown: did you mean bits\?$"),
+        ({"calibrationn": "c4"}, r"^calibrationn is unknown: did you mean calibration\?$"),
         ({"bits": 9}, r"quantization\.bits is 9: expected 2 to 8$"),
         ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),
         ({"tokenizer": None}, r"tokenizer is missing: give the tokenizer"),

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from aespa_pl.data import texts
-from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, Text, find_text, short_names
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, Text, are_names, find_text, short_names
 from aespa_pl.errors import UserError
 
 NAMED = ["c4", "wikitext2", "ptb"]
@@ -284,3 +284,12 @@ def test_tables_name_files_without_their_folders_unless_another_text_has_the_nam
     sources = ["c4", "/texts/held.txt", "ptb.test.txt", "own/c4", "a/same.txt", "b/same.txt", "embedded"]
     names = ["c4", "held.txt", "ptb.test.txt", "own/c4", "a/same.txt", "b/same.txt", "embedded"]
     assert short_names(sources) == dict(zip(sources, names, strict=True))
+
+
+def test_texts_without_white_space_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("語").touch()
+    for name in ("c4", "no/such.txt", "~/本.txt", "語", tmp_path / "本 "):
+        assert are_names([name])
+    for text in ("今天天气很好。", "本" * 300, "a" * 256, "two words"):
+        assert not are_names([text])
