@@ -139,6 +139,7 @@ class TextFile:
 
     def _json_rows(self, lines: Iterator[str]) -> list[Document]:
         known = [field for field in FIELDS if self.conversations or FIELDS[field] is _TEXT]
+        names = ", ".join(known) + ("" if self.conversations else ", and for calibration alone messages")
         rows, field = list[Document](), ""
         for place, row in self._json_values(lines):
             if not isinstance(row, dict):
@@ -151,7 +152,7 @@ class TextFile:
             except ValidationError as error:
                 raise UserError(
                     f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not {expected} "
-                    f"(fields found: {', '.join(row) or 'none'})"
+                    f"(known are {names}; fields found: {', '.join(row) or 'none'})"
                 ) from error
             rows.append(row[field])
         return rows

@@ -226,8 +226,12 @@ def test_conversations_are_read_where_they_may_be(tmp_path: Path, messages: obje
     else:
         with pytest.raises(UserError, match=r"line 1: .*'messages' .* or not a conversation such as"):
             TextFile.find(str(path), KEY, conversations=True).rows()
-    with pytest.raises(UserError, match=r"the field 'text' is missing"):
+    alone = "known are text, sentence, and for calibration alone messages; fields found: messages"
+    with pytest.raises(UserError, match=rf"the field 'text' is missing .* \({alone}\)"):
         TextFile.find(str(path), KEY).rows()
+    path.write_text(json.dumps({"conversations": messages}))
+    with pytest.raises(UserError, match=r"\(known are text, sentence, messages; fields found: conversations"):
+        TextFile.find(str(path), KEY, conversations=True).rows()
 
 
 def test_a_row_with_a_text_and_a_conversation_gives_its_text(tmp_path: Path) -> None:
