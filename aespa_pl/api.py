@@ -25,7 +25,7 @@ from aespa_pl.data.texts import are_names
 from aespa_pl.data.tokens import TENSOR
 from aespa_pl.distributed.launch import end_with_launcher
 from aespa_pl.distributed.processes import PeerLostError
-from aespa_pl.errors import UserError, one_line
+from aespa_pl.errors import UserError, one_line, system_words
 from aespa_pl.models.headers import read_header
 from aespa_pl.paths import expanded
 from aespa_pl.processors import threads
@@ -189,14 +189,9 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
             console = PlainConsole(stderr=True, quiet=not progress)
             parsed = AespaCLI(given, "fit")
             run, metrics = application.quantize(parsed, interruption, console)
-    except UserError as error:
-        raise UserError(f"{error}{_then(interruption)}") from error
-    except PeerLostError as error:
-        words = f"another process of this run has ended or cannot be reached: {error}{_then(interruption)}"
-        raise UserError(words) from error
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise UserError(one_line(f"{where}{error.strerror or error}{_then(interruption)}")) from error
+    except (UserError, PeerLostError, OSError) as error:
+        words = system_words(error) if isinstance(error, OSError) else str(error)
+        raise UserError(one_line(f"{words}{_then(interruption)}")) from error
     except RunInterrupted as stop:  # it ends as a process ends that does not watch signals
         if stop.number != signal.SIGINT:
             signal.raise_signal(stop.number)

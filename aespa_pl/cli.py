@@ -12,7 +12,7 @@ from rich.console import Console
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, with_run
 from aespa_pl.commands.keys import HELP, nearest, refuse_mistakes, refuse_other_methods, show_help
-from aespa_pl.errors import EndedError, UserError, one_line
+from aespa_pl.errors import EndedError, UserError, one_line, system_words
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 MISTAKE = 2  # status of what the user can mend
@@ -105,8 +105,7 @@ def message_and_status(error: BaseException, advice: str | None) -> tuple[str, i
         )
         return f"out of memory ({error}): {mend}{then}", MISTAKE
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}{then}", MISTAKE
+        return f"{system_words(error)}{then}", MISTAKE
     return None
 
 

@@ -39,6 +39,11 @@ def one_line(message: str) -> str:
     return LONG_WORD.sub(r"\1...\2", text)
 
 
+def system_words(error: OSError) -> str:
+    """Return what the system says went wrong, with the file where it names one."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's message; the name of the error where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,13 +10,14 @@ choice depends (``shapes.py``). Medians; *loss* is the loss of all rows, in floa
 plain loop's choice.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from jsonargparse import auto_cli
-from report import Report, median_of_each
-from shapes import Problem, problems
+from options import ProjectionOptions, begin, projections
+from report import median_of_each
+from shapes import Problem
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import search_grid
@@ -26,34 +27,19 @@ from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 COLUMNS = ["projection", "shape", "ours, s", "plain, s", "ratio", "product, s", "ours / product", "loss"]
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    bits: int = 2,
-    rows: int | None = None,
-    repeats: int = 5,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure each projection and print a table.
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(ProjectionOptions):
+    """Measure each projection and print a table."""
 
-    Args:
-        model: One of SHAPES.
-        bits: Bits of a weight.
-        rows: At most so many rows of each matrix (whole heads); None: all.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
-    report = Report(
-        COLUMNS, output, benchmark="grid_search", model=model, bits=bits, threads=threads, device=device
-    )
-    for p in problems(model, rows, where):
+    bits: int = 2
+    """Bits of a weight."""
+
+
+def main(options: SearchOptions) -> None:
+    """Measure each projection and print a table."""
+    bits, where = options.bits, torch.device(options.device)
+    report = begin(options, COLUMNS, benchmark="grid_search", bits=bits)
+    for p in projections(options):
         zeta = torch.ones(p.W.shape[-1], device=where)
         found: dict[str, Grid] = {}
 
@@ -63,7 +49,7 @@ def main(
         def plain(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
             found["plain"] = plain_search(p.W, p.H, zeta, bits)
 
-        seconds = median_of_each([ours, plain, partial(error_product, p.W, p.H)], repeats, where)
+        seconds = median_of_each([ours, plain, partial(error_product, p.W, p.H)], options.repeats, where)
         losses = {name: _loss(p, grid) for name, grid in found.items()}
         loss = float(losses["ours"].sum() / losses["plain"].sum())
         report.row(
@@ -106,4 +92,4 @@ def _loss(p: Problem, grid: Grid) -> Tensor:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(SearchOptions))

@@ -16,7 +16,7 @@ from jsonargparse import auto_cli
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from aespa_pl.data.tokens import begun, calibration_tokens, evaluation_tokens
+from aespa_pl.data.tokens import calibration_tokens, evaluation_tokens
 from aespa_pl.settings import CalibrationSettings, EvaluationSettings
 
 LENGTH = 2048
@@ -42,21 +42,26 @@ def main(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
+    first = tokenizer.bos_token_id if bos else None
     with tempfile.TemporaryDirectory() as temporary:
         cache = Path(temporary)
         found = {
             "calibration": calibration_tokens(
-                calibration, tokenizer, calibration.segment_length or LENGTH, cache
+                calibration, tokenizer, calibration.segment_length or LENGTH, cache, bos=first
             )
         }
         for name in evaluation.names:
             found[Path(name).stem] = evaluation_tokens(
-                name, tokenizer, evaluation.segment_length or LENGTH, evaluation.max_segments, cache
+                name,
+                tokenizer,
+                evaluation.segment_length or LENGTH,
+                evaluation.max_segments,
+                cache,
+                bos=first,
             )
     for name, tokens in found.items():
-        ids = begun(tokens, name, tokenizer.bos_token_id if bos else None)
-        save_file({"ids": ids}, folder / f"{name}.safetensors")
-        print(folder / f"{name}.safetensors", list(ids.shape))
+        save_file({"ids": tokens}, folder / f"{name}.safetensors")
+        print(folder / f"{name}.safetensors", list(tokens.shape))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 import aespa_pl
 from aespa_pl import models
 
@@ -97,48 +95,49 @@ def test_every_part_has_a_place() -> None:
     assert set(PARTS) - {"embedded"} == set(ORDER)
 
 
-@pytest.mark.parametrize(
-    "file", sorted(set(FILES) - {"__init__.py"})
-)  # whose imports wait until they are used
-def test_file_imports_only_parts_before_its_own(file: str) -> None:
-    part = part_of(FILES[file])
-    assert own(FILES[file]) - {part} <= set(ORDER[: ORDER.index(part)])
+def test_files_import_only_parts_before_their_own() -> None:
+    found = {}
+    for file, path in FILES.items():
+        part = part_of(path)
+        if file != "__init__.py":  # whose imports wait until they are used
+            found[file] = own(path) - {part, *ORDER[: ORDER.index(part)]}
+    assert {file: wrong for file, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("file", [file for file, path in FILES.items() if part_of(path) in OUTSIDE])
-def test_file_imports_only_the_libraries_its_part_may(file: str) -> None:
-    path = FILES[file]
-    outside = {name.split(".")[0] for name in imported(path) if not is_own(name)} - STANDARD
-    assert outside <= OUTSIDE[part_of(path)]
+def test_files_import_only_the_libraries_that_their_part_may() -> None:
+    found = {}
+    for file, path in FILES.items():
+        outside = {name.split(".")[0] for name in imported(path) if not is_own(name)} - STANDARD
+        found[file] = outside - OUTSIDE.get(part_of(path), outside)
+    assert {file: wrong for file, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_private_is_imported(file: str) -> None:
-    names = [name for name in imported(FILES[file]) if not name.startswith("__future__")]
-    private = [n for n in names if any(p[0] == "_" and p != "__version__" for p in n.split("."))]
-    assert private == []
+def test_nothing_private_is_imported() -> None:
+    names = {name for path in FILES.values() for name in imported(path) if not name.startswith("__future__")}
+    assert {n for n in names if any(p[0] == "_" and p != "__version__" for p in n.split("."))} == set()
 
 
-@pytest.mark.parametrize(
-    "file", [file for file, path in FILES.items() if part_of(path) not in ("models", "embedded")]
-)
-def test_family_is_named_in_models_only(file: str) -> None:
+def test_families_are_named_in_models_only() -> None:
     """Names of families may stand in texts for the user: help and messages."""
-    tree = ast.parse(FILES[file].read_text(encoding="utf-8"))
-    names = {node.id.lower() for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.attr.lower() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    compared = {
-        str(value.value).lower()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare)
-        for value in ast.walk(node)
-        if isinstance(value, ast.Constant)
-    }
-    assert (names | compared) & FAMILIES == set()
+    found = {}
+    for file, path in FILES.items():
+        if part_of(path) in ("models", "embedded"):
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {node.id.lower() for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr.lower() for node in nodes if isinstance(node, ast.Attribute)}
+        compared = {
+            str(value.value).lower()
+            for node in nodes
+            if isinstance(node, ast.Compare)
+            for value in ast.walk(node)
+            if isinstance(value, ast.Constant)
+        }
+        found[file] = (names | compared) & FAMILIES
+    assert {file: wrong for file, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_every_module_says_what_it_is_for(file: str) -> None:
-    name = "aespa_pl." + file.removesuffix(".py").replace("/", ".").removesuffix("__init__")
-    if file != "__main__.py":
-        assert import_module(name.rstrip(".")).__doc__
+def test_every_module_says_what_it_is_for() -> None:
+    names = (file.removesuffix(".py").replace("/", ".").removesuffix("__init__") for file in FILES)
+    modules = (f"aespa_pl.{name}".rstrip(".") for name in names if name != "__main__")
+    assert [module for module in modules if not import_module(module).__doc__] == []

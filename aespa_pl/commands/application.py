@@ -24,8 +24,8 @@ from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, chosen_loggers, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
-from aespa_pl.distributed.processes import PeerLostError, World
-from aespa_pl.errors import EndedError, UserError
+from aespa_pl.distributed.processes import World
+from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
 from aespa_pl.planning.estimate import needs_of, product_rate, rows_of
@@ -43,7 +43,7 @@ MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
-    """Run ``fit``, ``test`` or ``plan``. Raises EndedError where another process of the run has ended."""
+    """Run ``fit``, ``test`` or ``plan``. Raises PeerLostError where another process of the run has ended."""
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
     command, arguments = words[0], Arguments.read(words[1:])
@@ -55,10 +55,6 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
                 _test(AespaCLI(arguments, command))
             else:
                 _fit(AespaCLI(arguments, command), interruption)
-    except PeerLostError as error:
-        let_the_first_speak()
-        words = f"another process of this run has ended or cannot be reached: {error}"
-        raise EndedError(words, status=1) from error  # if a mistake was made, that process reports it
     except (Exception, RunInterrupted):
         let_the_first_speak()
         raise

@@ -143,8 +143,8 @@ def _start(
         refuse_tuning(setup, _tuned(earlier, len(job.shape.of_blocks)))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
-    for words in _seen(job):
-        progress.say(words)
+    for warning in _seen(job):
+        progress.say(warning)
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
         if words := job.pretrained.unused():

@@ -92,7 +92,9 @@ def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
         if other <= before:
             break
     size, others = other + choices.bytes(chosen), _llama_cpp(job, given, choices, other)
-    return Mixture(chosen, choices.loss(chosen), size, choices.curve(other), others)
+    return Mixture(
+        chosen=chosen, predicted=choices.loss(chosen), bytes=size, curve=choices.curve(other), others=others
+    )
 
 
 def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:

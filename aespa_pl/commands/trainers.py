@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -62,7 +62,7 @@ class BlockTrainers:
         """Store the configuration in the run's folder; return the loggers of the curves over the blocks."""
         write_text(run.folder / "config.yaml", self.saved)
         if self.mixture is not None:
-            write_json(run.mixture_file, asdict(self.mixture))
+            write_json(run.mixture_file, self.mixture.model_dump())
         note_own(run.folder)
         self.interruption.run_folder = run.folder
         self.interruption.how_to_continue = how_to_continue(run.folder)

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, distributed
 
 from aespa_pl.algorithm.quantizer import Grid
-from aespa_pl.errors import NumericalError
+from aespa_pl.errors import EndedError, NumericalError
 
 T = TypeVar("T")
 
 
-class PeerLostError(Exception):
+class PeerLostError(EndedError):
     """Says that another process of the run has ended, or cannot be reached."""
+
+    def __init__(self, reason: object) -> None:  # if a mistake was made, that process reports it
+        super().__init__(f"another process of this run has ended or cannot be reached: {reason}", status=1)
 
 
 @dataclass(frozen=True)
@@ -197,4 +200,4 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's and NCCL's alike
-        raise PeerLostError(str(error)) from error
+        raise PeerLostError(error) from error

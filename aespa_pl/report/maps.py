@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.report.picture import HALF, HEAT, SERIES, Picture
 from aespa_pl.report.stored import StoredRun
-from aespa_pl.run.schema import ShownMixture
+from aespa_pl.run.schema import StoredMixture
 from aespa_pl.sizing.choose import counted
 
 Ratios = dict[tuple[int, str], float]
@@ -95,7 +95,7 @@ def heat_map(
     return figure
 
 
-def width_map(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
+def width_map(run: StoredRun, mixture: StoredMixture, width: float) -> Picture:
     """Return the heat map of the bits that each projection has; ``width`` is the figure's largest."""
     bits, ends = Ratios(), list[str]()
     for key, chosen in mixture.chosen.items():
@@ -110,7 +110,7 @@ def width_map(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
     return Picture(run.name, caption, heat_map(bits, names, width, WIDTHS, "bits a weight"))
 
 
-def size_curve(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
+def size_curve(run: StoredRun, mixture: StoredMixture, width: float) -> Picture:
     """Return size against predicted divergence, with llama.cpp's mixtures as points."""
     scale, unit = (1e9, "GB") if mixture.bytes >= 1e9 else (1e6, "MB")
     figure = Figure(figsize=(min(width, HALF), 3.2), layout="constrained")

@@ -14,7 +14,7 @@ from aespa_pl.evaluation.table import known, measured
 from aespa_pl.models.headers import read_header
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DESCRIPTION, ShownDescription, ShownMixture
+from aespa_pl.run.schema import DESCRIPTION, ShownDescription, StoredMixture
 from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import QuantizationSettings
 
@@ -31,7 +31,7 @@ class StoredRun:
     versions: Mapping[str, str]
     shape: Mapping[str, float]
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
-    mixture: ShownMixture | None
+    mixture: StoredMixture | None
     """What was chosen for ``quantization.target``; None where there is none."""
     notes: tuple[str, ...]
     """Sentences about what is missing or damaged, and what to do about it."""
@@ -78,7 +78,7 @@ def read_run(folder: Path) -> StoredRun:
         metrics,
         versions={} if description is None else description.versions,
         shape=_shape(run, quantization, notes),
-        mixture=known(ShownMixture, folder / "mixture.json", notes, "its map and curve are not shown"),
+        mixture=known(StoredMixture, folder / "mixture.json", notes, "its map and curve are not shown"),
         notes=(*notes, *of_metrics),
     )
 

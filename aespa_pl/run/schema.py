@@ -142,14 +142,16 @@ def _width(chosen: str) -> str:
     return chosen
 
 
-class ShownMixture(Strict):
+class StoredMixture(Strict):
     """Defines mixture.json: what was chosen for a size, and what is predicted of it."""
 
     chosen: dict[Annotated[str, Field(pattern=r"^(\d+\.)?\w+$")], Annotated[str, AfterValidator(_width)]]
-    predicted: Number
-    bytes: int
+    """Block type, or bits, by ``BLOCK.PROJECTION``, ``embedding`` and ``head``."""
+    predicted: Number  # KL divergence from the original, in nats per token
+    bytes: int  # of the whole file
     curve: Annotated[list[tuple[int, Number]], Field(min_length=1)]
-    others: dict[str, tuple[int, Number]]
+    """Sizes of the whole file with the least predicted divergence of each."""
+    others: dict[str, tuple[int, Number]]  # the same of llama.cpp's mixtures, by name
 
 
 Content = TypeVar("Content", bound=Strict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aespa_pl.algorithm.allocation import Allocation, allocate
 from aespa_pl.errors import UserError
+from aespa_pl.run.schema import StoredMixture
 from aespa_pl.sizing.matrices import SizedMatrix
 
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
@@ -110,20 +111,8 @@ def limit_of(target: Target, given: object, matrices: Sequence[SizedMatrix], oth
     )
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Holds what was chosen for a target."""
-
-    chosen: Mapping[str, str]
-    """Block type, or bits, by ``BLOCK.PROJECTION``, ``embedding`` and ``head``."""
-    predicted: float
-    """Predicted KL divergence from the original, in nats per token."""
-    bytes: int
-    """Size of the whole file."""
-    curve: list[tuple[int, float]]
-    """Sizes of the whole file with the least predicted divergence of each."""
-    others: Mapping[str, tuple[int, float]]
-    """Size and predicted divergence of llama.cpp's mixtures, by name."""
+class Mixture(StoredMixture):
+    """Says in words what was chosen for a target."""
 
     @property
     def words(self) -> str:

@@ -1,17 +1,14 @@
 """quantization.target chooses types or bits for a size, which the file then has."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.cli.commands import NO_TEXTS, CommandLine
+from tests.forks import Forks
 
 BASE = (
     "--model.pretrained", "embedded:llama", "--data.calibration.source", "embedded",
@@ -122,19 +119,16 @@ def test_targets_that_cannot_be_are_refused_in_one_line(
     assert not list(Path().rglob("journal.json"))
 
 
-def test_a_killed_run_goes_on_with_the_types_that_were_chosen(aespa: CommandLine, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_with_the_types_that_were_chosen(
+    aespa: CommandLine, forks: Forks, tmp_path: Path
+) -> None:
     words = [str(word) for word in (*BASE, *TYPED, "--quantization.target", "400 kB")]
-    method = ["--quantization.method", "optq"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "aespa_pl", "fit", *words, *method],
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    method, runs = ["--quantization.method", "optq"], tmp_path / "lightning_logs"
+    run = runs / "aespa/version_0"
+    killed = forks.run(
+        ["fit", *words, *method, f"--output.folder={runs}"], signal.SIGKILL, f"{run}/blocks/block_000*"
     )
-    run = Path("lightning_logs/aespa/version_0")
-    while process.poll() is None and not list(run.glob("blocks/block_000*")):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert killed.status == -signal.SIGKILL, killed.text
     before = (run / "config.yaml").read_text()
     # with the settings of the first command, in which nothing is chosen, and with the run alone
     for arguments in ([*words, *method, "--ckpt_path", "last"], ["--ckpt_path", run]):

@@ -2,55 +2,35 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.forks import Forks, Outcome
-from tests.models.examples import LENGTH
-from tests.walks import BLOCKS, SEGMENTS
+from tests.forks import Outcome
+from tests.run import bench
+from tests.walks import BLOCKS
 
-ITERATIONS, EVERY = 24, 8
-"""Iterations of each block, and between two checkpoints."""
-LAST = ("--ckpt_path", "last")
+LAST = bench.LAST
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 MANY = 5
 """Number of processes, more than batches (2), key/value heads (2) and query heads (4)."""
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Has a small model, and runs it."""
+class Bench(bench.Bench):
+    """Has a small model, and runs it in one process or several."""
 
-    folder: Path
-    forks: Forks
-
-    def arguments(self, name: str, *more: str) -> list[str]:
-        words = self.folder / "words.txt"
-        options: dict[str, Any] = {
-            "model.pretrained": self.folder / "model",
-            "data.calibration.source": words,
-            "data.calibration.segments": SEGMENTS,
-            "data.calibration.segment_length": LENGTH,
-            "data.evaluation.texts": [str(words)],
+    def options(self, name: str) -> dict[str, Any]:
+        return super().options(name) | {
+            "data.evaluation.texts": [str(self.folder / "words.txt")],
             "data.evaluation.max_segments": 5,
             "data.evaluation.round_to_nearest": "false",
             "data.batch_size": 4,
-            "data.cache": self.folder / "cache",
             "quantization.grid.max_rounds": 2,
-            "quantization.method": "aespa",
-            "quantization.rounding.iterations": ITERATIONS,
-            "quantization.rounding.learning_rate": 0.05,
-            "output.folder": self.folder / "runs",
-            "output.name": name,
-            "output.checkpoint_iterations": EVERY,
-            "trainer.accelerator": "cpu",
+            "quantization.rounding.iterations": 24,
             "trainer.log_every_n_steps": 10,
         }
-        return ["fit", *(f"--{key}={value}" for key, value in options.items()), *more]
 
     def fit(self, name: str, *more: str, processes: int = 1, **how: Any) -> Outcome:
         """Run ``fit`` in forks; ``when`` is a glob in the folder of the name's run."""
@@ -62,10 +42,6 @@ class Bench:
 
     def run(self, name: str) -> Path:
         return self.folder / "runs" / name / "version_0"
-
-    def journal(self, name: str) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.run(name) / "journal.json").read_text())
-        return content
 
     def check(self, name: str, like: str) -> None:
         """Check that a run has found what another one has."""

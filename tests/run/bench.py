@@ -26,8 +26,9 @@ class Bench:
     def runs(self) -> Path:
         return self.folder / "runs"
 
-    def arguments(self, name: str, *more: str) -> list[str]:
-        options: dict[str, Any] = {
+    def options(self, name: str) -> dict[str, Any]:
+        """Return the options of a run of this name."""
+        return {
             "model.pretrained": self.folder / "model",
             "data.calibration.source": self.folder / "words.txt",
             "data.calibration.segments": SEGMENTS,
@@ -42,7 +43,9 @@ class Bench:
             "output.checkpoint_iterations": EVERY,
             "trainer.accelerator": "cpu",
         }
-        return ["fit", *(f"--{key}={value}" for key, value in options.items()), *more]
+
+    def arguments(self, name: str, *more: str) -> list[str]:
+        return ["fit", *(f"--{key}={value}" for key, value in self.options(name).items()), *more]
 
     def fit(self, name: str, *more: str, number: int = 0, when: str = "", delay: float = 0.0) -> Outcome:
         """Run ``fit`` in a fork; ``when`` is a glob in the folder of the name's runs."""

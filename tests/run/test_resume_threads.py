@@ -1,6 +1,7 @@
 """A run with two threads that was killed goes on with two, and ends with the same bytes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,15 +43,18 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def test_killed_with_two_threads_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    finish(start(tmp_path, "whole"))
-    with start(tmp_path, "killed") as process:
+    killed, whole = (tmp_path / name / "version_0" for name in ("killed", "whole"))
+    with start(tmp_path, "whole") as process:
         until = time.monotonic() + 300
-        while not any((tmp_path / "killed").glob("version_*/checkpoints/block_001/*.ckpt")):
+        while not any(whole.glob("checkpoints/block_001/*.ckpt")):
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-    killed, whole = (tmp_path / name / "version_0" for name in ("killed", "whole"))
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        shutil.copytree(whole, killed)  # what a kill would leave now
+        process.send_signal(signal.SIGCONT)
+        finish(process)
     assert len(results(killed)) < len(results(whole))
     finish(start(tmp_path, "killed", *LAST))
     assert results(killed) == results(whole)
