@@ -148,7 +148,7 @@ def test_losses_after_passes_are_drawn_once_for_a_block_that_is_continued(
         return [CSVLogger(tmp_path, curves)]
 
     monkeypatch.setattr(SilentTrainers, "loggers", loggers)
-    changes = BLOCKS_ONLY | {"method": "aespa-fast"}
+    changes = BLOCKS_ONLY | POLISH | {"method": "aespa-fast"}
     with pytest.raises(InterruptedError):
         walk("opt", tmp_path, changes, tuning_options=Stop().options)
     walk("opt", tmp_path, changes, run=Run.open(tmp_path / "runs" / "version_0"))
