@@ -26,6 +26,7 @@ from aespa_pl.evaluation.perplexity import (
     recall,
     refuse_diverged,
     remember,
+    tokens_of,
     whole_perplexity,
 )
 from aespa_pl.evaluation.size import bits_per_weight, packed_bits, projection_weights
@@ -79,7 +80,7 @@ def test(
         chosen = find_tasks(tasks)
     nearest = ["nearest"] if tasks.tasks and job.data.evaluation.round_to_nearest else []
     kinds = ["original", *nearest, "quantized"]
-    metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds)}
+    metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds), "tokens": tokens_of(texts)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
     if tasks.kld:
@@ -255,7 +256,7 @@ def measure_exported(
     texts = held_out_texts(data, tokenizer, length, config)
     dtype = block_dtype(model, device, torch.float16)
     size = sum(path.stat().st_size for path in shards(folder))
-    metrics: dict[str, Any] = {"size": {"quantized": {"bytes": size}}}
+    metrics: dict[str, Any] = {"size": {"quantized": {"bytes": size}}, "tokens": tokens_of(texts)}
     if texts:
         whole = load_whole(folder, device, dtype)
         measured = {name: whole_perplexity(whole, tokens) for name, tokens in texts.items()}

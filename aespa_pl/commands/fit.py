@@ -23,6 +23,7 @@ from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.perplexity import tokens_of
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
@@ -34,7 +35,6 @@ from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
-from aespa_pl.storage.cache import checksum
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
@@ -93,7 +93,7 @@ def fit(
             },
             "peak_bytes": peak_bytes(job.device),
             "size": model_sizes(job, run, ["original", "quantized"]),
-            "tokens": _tokens(texts),
+            "tokens": tokens_of(texts),
         }
         if texts and job.quantization.target is not None:  # beside what was predicted
             measured = measure_divergence(job, model, texts, progress=progress, world=world)
@@ -199,12 +199,7 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
 def _not_measured(texts: Mapping[str, Tensor], metrics: Mapping[str, Any]) -> list[str]:
     """Return the texts without a perplexity, and those that have other tokens than when it was measured."""
     measured, tokens = metrics["perplexity"].get("quantized", {}), metrics.get("tokens", {})
-    return [t for t, now in _tokens(texts).items() if t not in measured or tokens.get(t, now) != now]
-
-
-def _tokens(texts: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what tells the segments of each text from others."""
-    return {name: f"{tuple(tokens.shape)} {checksum(tokens)}" for name, tokens in texts.items()}
+    return [t for t, now in tokens_of(texts).items() if t not in measured or tokens.get(t, now) != now]
 
 
 def _context(job: Job, run: Run, trainers: BlockTrainers, setup: Setup) -> Context:

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import TextTable, known, result_table, with_later
-from aespa_pl.run.schema import Measured
+from aespa_pl.evaluation.table import Results, TextTable, known, result_table, with_others
 from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)
 
-WIDEST = 10_000  # columns of a terminal
 LEVELS = {  # of other libraries' loggers
     "lightning.pytorch": logging.WARNING,
     "lightning.pytorch.profilers": logging.INFO,  # what the user has asked for
@@ -36,13 +35,14 @@ MESSAGES = (  # warnings of other libraries that a walk would repeat for each bl
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:
-    """Print measurements, each model on one line however narrow the terminal is."""
+    """Print measurements, a line for each measure: all models of one fit into 80 columns."""
     results = result_table(metrics, method)
     if not results.rows:
         return
     if metrics.get("perplexity"):
         console.print("perplexity (lower is better)", soft_wrap=True)
-    print_table(console, results)
+    head, *rows = zip(results.head, *results.rows, strict=True)
+    print_table(console, TextTable(head, rows))
 
 
 def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
@@ -51,10 +51,10 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
     A read-only folder costs a warning alone, as the results are printed.
     """
     notes: list[str] = []
-    earlier = known(Measured, folder / "test.json", notes, "it is written anew")
+    earlier = known(Results, folder / "test.json", notes, "it is written anew")
     for note in notes:
         log.warning("%s", note)
-    everything = with_later(earlier.model_dump(exclude_defaults=True) if earlier else {}, metrics)
+    everything = with_others(metrics, earlier.model_dump(exclude_defaults=True) if earlier else {})
     try:
         write_json(folder / "test.json", everything)
         write_text(folder / "test.md", result_table(everything, method).markdown())
@@ -63,14 +63,19 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
 
 
 def print_table(console: Console, text: TextTable) -> None:
-    """Print a table, each row on one line however narrow the terminal is."""
-    table = Table()
-    for number, head in enumerate(text.head):
-        table.add_column(head, justify="right" if number else "left")
+    """Print a table without its details; in a narrow terminal headings are folded, and numbers never are."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for number, (head, *cells) in enumerate(zip(text.head, *text.rows, strict=True)):
+        if number in text.details:
+            continue
+        if number:
+            table.add_column(
+                head, justify="right", overflow="fold", min_width=max(map(len, cells), default=0)
+            )
+        else:
+            table.add_column(head, overflow="fold")
     for row in text.rows:
-        table.add_row(*row)
-    wide = console.options.update(max_width=WIDEST)
-    console.width = max(console.width, console.measure(table, options=wide).maximum)
+        table.add_row(*(cell for number, cell in enumerate(row) if number not in text.details))
     console.print(table, crop=False)
 
 

@@ -117,6 +117,11 @@ def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) 
     return math.exp(average) if average < LARGEST_EXPONENT else math.inf  # NaN is not less either
 
 
+def tokens_of(texts: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what tells the segments ``[segments, L]`` of each text from others."""
+    return {name: f"{tuple(tokens.shape)} {checksum(tokens)}" for name, tokens in texts.items()}
+
+
 def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
     """Return all that a perplexity on token ids ``[segments, L]`` depends on, as JSON.
 

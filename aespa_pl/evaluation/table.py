@@ -1,10 +1,12 @@
 """Read what a run and ``aespa-pl test`` measured, and make one table for terminal, Markdown and report."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from aespa_pl.errors import printable
 from aespa_pl.measure import human
@@ -28,6 +30,8 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     numbers: bool = True
     """Whether all columns but the first hold numbers."""
+    details: Collection[int] = ()
+    """Numbers of the columns that files have and a terminal, which is narrow, leaves out."""
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
@@ -90,19 +94,19 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
         yield "seconds", f"{values:.0f}"
 
 
+class Results(Measured):
+    """Adds what tells the segments of each text from others; files of older versions don't have it."""
+
+    tokens: dict[str, str] = Field(default_factory=dict)
+
+
 def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``fit`` and a later ``test`` measured; sentences on damaged files and on new segments."""
+    """Return what ``fit`` measured, with what a later ``test`` adds; and sentences on damaged files."""
     contents, notes = list[dict[str, Any]](), list[str]()
     for name in ("metrics.json", "test.json"):
-        content = known(Measured, folder / name, notes, "measure again with aespa-pl test") or Measured()
+        content = known(Results, folder / name, notes, "measure again with aespa-pl test") or Results()
         contents.append({k: v for k, v in content.model_dump(exclude_none=True).items() if v})
-    before = {text for values in contents[0].get("perplexity", {}).values() for text in values}
-    if other := sorted(before & _measured_anew(*contents)):
-        names = ", ".join(other)
-        notes.append(
-            f"{names}: from a later aespa-pl test, with other segments than the run's settings have."
-        )
-    return with_later(*contents), notes
+    return with_others(*contents), notes
 
 
 def known(kind: type[Content], path: Path, notes: list[str], consequence: str) -> Content | None:
@@ -114,32 +118,28 @@ def known(kind: type[Content], path: Path, notes: list[str], consequence: str) -
         return None
 
 
-def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's ``metrics.json``, with what a later test measured (``test.json``) in its place.
+def with_others(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics, with those of ``others`` that they lack and that may stand beside them in a table.
 
-    A text that was measured again is replaced for all kinds of model, because its segments may be others.
-    Where the original's perplexity is the same number they are not, and what was not measured again stays.
-    Either may be empty.
+    A text that both have measured is added to only where both name the same ``tokens``, or the metrics, of an
+    older version, none: a row of other segments beside the original's would be a wrong comparison. Either may
+    be empty.
     """
-    replaced, joined = _measured_anew(metrics, later), {**metrics, **later}
-    for section in ("perplexity", "divergence", "tasks"):
-        old, new = metrics.get(section, {}), later.get(section, {})
-        gone = set() if section == "tasks" else replaced
-        kinds = {kind: _joined(old.get(kind, {}), new.get(kind, {}), gone) for kind in KINDS}
+    own, other = metrics.get("tokens", {}), others.get("tokens", {})
+    sections = ("perplexity", "divergence")
+    texts = {text for name in sections for values in metrics.get(name, {}).values() for text in values}
+    differ = {text for text in texts if other.get(text) != own.get(text, other.get(text))}
+    joined = {**others, **metrics}
+    if own or other:
+        joined["tokens"] = {**other, **own}
+    for section in (*sections, "tasks", "size"):
+        left_out = differ if section in sections else set()
+        kinds = {}
+        for kind in KINDS:
+            first, more = (found.get(section, {}).get(kind, {}) for found in (metrics, others))
+            kinds[kind] = {**first, **{k: v for k, v in more.items() if k not in {*first, *left_out}}}
         if kinds := {kind: values for kind, values in kinds.items() if values}:
             joined[section] = kinds
-        elif old:
-            del joined[section]
+        else:
+            joined.pop(section, None)
     return joined
-
-
-def _measured_anew(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> set[str]:
-    """Return the texts that were measured later, but for those whose original has the same perplexity."""
-    before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
-    again = {text for values in after.values() for text in values}
-    original = after.get("original", {}).items() & before.get("original", {}).items()
-    return again - {text for text, _ in original}
-
-
-def _joined(old: Mapping[str, Any], new: Mapping[str, Any], gone: Set[str]) -> dict[str, Any]:
-    return {name: value for name, value in {**old, **new}.items() if name in new or name not in gone}

@@ -3,7 +3,7 @@
 import json
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import quote
@@ -85,11 +85,22 @@ def _public_name(source: str) -> str:
     return Path(source).name if _is_local(source) else source
 
 
+def _public_names(sources: Iterable[str]) -> dict[str, str]:
+    """Return the public name of each text; later ones that share their file's name are numbered."""
+    names: dict[str, str] = {}
+    for source in sources:
+        name = _public_name(source)
+        before = [*map(_public_name, names)].count(name)
+        names[source] = f"{name} ({before + 1})" if before else name
+    return names
+
+
 def public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:
     """Return the calibration text or texts by their public names."""
     if isinstance(source, str):
         return _public_name(source)
-    return {_public_name(name): proportion for name, proportion in source.items()}
+    names = _public_names(source)
+    return {names[text]: proportion for text, proportion in source.items()}
 
 
 def _method(model: QuantizedModel, chosen: Format) -> str:
@@ -129,9 +140,10 @@ def _perplexities(run: Run) -> str:
     metrics, notes = measured(run.folder)
     for note in notes:
         log.warning("%s: %s", run.folder, note)
+    measurements = metrics.get("perplexity", {})
+    names = _public_names(dict.fromkeys(text for values in measurements.values() for text in values))
     perplexities = {
-        kind: {_public_name(text): value for text, value in values.items()}
-        for kind, values in metrics.get("perplexity", {}).items()
+        kind: {names[text]: value for text, value in values.items()} for kind, values in measurements.items()
     }
     table = result_table({"perplexity": perplexities})
     return table.markdown().rstrip() if table.rows else "Not measured."

@@ -93,7 +93,8 @@ def summary(cells: Sequence[Cell]) -> TextTable:
     head = ["method", "bits"]
     for text in texts:
         head += [f"perplexity, {text}", f"loss / nearest, {text}"]
-    head += [*(f"{phase}, s" for phase in phases), "packed, MB", "peak, GB", "runs"]
+    details = [*(f"{phase}, s" for phase in phases), "peak, GB", "failed"]
+    head += [*details[:-2], "packed, MB", "peak, GB", "runs", "failed"]
     rows = []
     for grids in dict.fromkeys(cell.grids for cell in cells):
         same_grids = [cell for cell in cells if cell.grids == grids]
@@ -107,8 +108,8 @@ def summary(cells: Sequence[Cell]) -> TextTable:
             row.append(_mean([c.megabytes for c in seeds], 2))
             row.append(_mean([c.peak_bytes and c.peak_bytes / GB for c in seeds], 2))
             failed = [f"seed {c.seed}: {c.state}" for c in seeds if c.metrics is None]
-            rows.append([*row, "; ".join([f"{len(seeds) - len(failed)} of {len(seeds)}", *failed])])
-    return TextTable(head, rows)
+            rows.append([*row, f"{len(seeds) - len(failed)} of {len(seeds)}", "; ".join(failed) or ABSENT])
+    return TextTable(head, rows, details=[head.index(name) for name in details])
 
 
 def _mean(values: Sequence[float | None], digits: int, *, spread: bool = False) -> str:

@@ -118,14 +118,16 @@ def test_a_run_keeps_the_places_of_its_texts_and_its_cache(
     assert data["evaluation"]["texts"] == [str(Path("texts/held.txt").absolute()), "embedded"]
     assert data["calibration"]["source"] == "embedded"
     assert data["cache"] == str(Path("cache").absolute())
-    fitted = json.loads((run / "metrics.json").read_text())["perplexity"]
+    metrics = json.loads((run / "metrics.json").read_text())
+    fitted = metrics["perplexity"]
     assert list(fitted["original"]) == ["held.txt", "embedded"]
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert aespa("fit", "--ckpt_path", run)[0] == 0
     assert aespa("test", "--ckpt_path", run)[0] == 0
-    measured = json.loads((run / "test.json").read_text())["perplexity"]
-    assert measured == {kind: fitted[kind] for kind in ("original", "quantized")}
+    tested = json.loads((run / "test.json").read_text())
+    assert tested["perplexity"] == {kind: fitted[kind] for kind in ("original", "quantized")}
+    assert tested["tokens"] == metrics["tokens"]
     assert not list(Path().iterdir())
 
 

@@ -81,7 +81,7 @@ def test_results_that_cannot_be_stored_are_printed_all_the_same(
     (run / "test.json").mkdir()
     status, out, _ = aespa("test", *small(model))
     assert status == 0
-    assert re.search(r"aespa +│ +\d+\.\d+", out)
+    assert re.search(r"original +aespa \n", out)
     assert f"printed but not stored: cannot write to {run}" in caplog.text
 
 

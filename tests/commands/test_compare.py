@@ -169,8 +169,8 @@ def test_a_cell_that_fails_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
     with pytest.raises(EndedError, match=r"^2 of 4 cells have failed"):
         compare(SETTINGS, given(tmp_path), runs, silent())
     table = (tmp_path / "compare" / "compare.md").read_text()
-    assert "1 of 2; seed 1: out of memory" in table
-    assert "1 of 2; seed 0: out of memory" in table
+    assert "| 1 of 2 | seed 1: out of memory |" in table
+    assert "| 1 of 2 | seed 0: out of memory |" in table
     assert "| optq | 2 | 20.000 |" in table
 
 
@@ -276,7 +276,7 @@ def test_mistakes_are_refused_before_any_cell(
 
 def test_a_row_without_any_result_has_no_numbers() -> None:
     table = summary([Cell("rtn", 2, 0, failure="out of memory")])
-    assert table.rows == [["rtn", "2", "-", "-", "0 of 1; seed 0: out of memory"]]
+    assert table.rows == [["rtn", "2", "-", "-", "0 of 1", "seed 0: out of memory"]]
     assert figure([Cell("rtn", 2, 0, failure="out of memory")]) is None
 
 

@@ -1,63 +1,63 @@
-"""What a test measures later takes the place of the same text alone, and never mixes two protocols."""
+"""What a test measures later is added to a run's own numbers, and never mixes two protocols."""
 
 from typing import Any
 
-from aespa_pl.evaluation.table import with_later
+from aespa_pl.evaluation.table import with_others
 
 FITTED: dict[str, Any] = {
-    "perplexity": {
-        "original": {"a": 10.0, "b": 20.0},
-        "nearest": {"a": 40.0, "b": 50.0},
-        "quantized": {"a": 12.0, "b": 22.0},
-    },
+    "perplexity": {"original": {"a": 10.0, "b": 20.0}, "quantized": {"a": 12.0, "b": 22.0}},
     "seconds": {"quantization": 4.0},
+    "tokens": {"a": "(40, 512) 1", "b": "(40, 512) 2"},
 }
 
 
-def test_a_text_that_was_not_measured_again_stays() -> None:
-    later = {"perplexity": {"original": {"c": 9.0}, "quantized": {"c": 9.5}}, "size": {}}
-    assert with_later(FITTED, later) == {
+def test_a_text_that_the_run_lacks_is_added() -> None:
+    later = {
+        "perplexity": {"original": {"c": 9.0}, "quantized": {"c": 9.5}},
+        "tokens": {"c": "(4, 512) 3"},
+        "size": {"nearest": {"bytes": 8}},
+    }
+    assert with_others(FITTED, later) == {
         "perplexity": {
             "original": {"a": 10.0, "b": 20.0, "c": 9.0},
-            "nearest": {"a": 40.0, "b": 50.0},
             "quantized": {"a": 12.0, "b": 22.0, "c": 9.5},
         },
         "seconds": {"quantization": 4.0},
-        "size": {},
+        "tokens": {**FITTED["tokens"], "c": "(4, 512) 3"},
+        "size": {"nearest": {"bytes": 8}},
     }
 
 
-def test_a_text_with_other_segments_is_replaced_for_all_kinds() -> None:
-    later = {"perplexity": {"original": {"a": 11.0}, "quantized": {"a": 13.0}}}
-    assert with_later(FITTED, later)["perplexity"] == {
+def test_of_a_text_with_other_tokens_the_first_numbers_alone_stay() -> None:
+    kinds = {"original": {"a": 11.0}, "nearest": {"a": 41.0}, "quantized": {"a": 13.0}}
+    later = {"perplexity": kinds, "divergence": {"quantized": {"a": {"mean": 0.1}}}}
+    for tokens in ({"tokens": {"a": "(4, 512) 1"}}, {}):  # {}: a file of an older version
+        assert with_others(FITTED, later | tokens) == FITTED
+    assert with_others(later, FITTED)["perplexity"] == {
         "original": {"a": 11.0, "b": 20.0},
-        "nearest": {"b": 50.0},
+        "nearest": {"a": 41.0},
         "quantized": {"a": 13.0, "b": 22.0},
     }
 
 
-def test_a_text_with_the_same_segments_keeps_nearest_rounding() -> None:
-    later = {"perplexity": {"original": {"a": 10.0}, "quantized": {"a": 12.5}}}
-    assert with_later(FITTED, later)["perplexity"] == {
-        **FITTED["perplexity"],
-        "quantized": {"a": 12.5, "b": 22.0},
+def test_of_a_text_with_the_same_tokens_what_lacks_is_added() -> None:
+    kinds = {"original": {"a": 10.00000001}, "nearest": {"a": 40.0}, "quantized": {"a": 12.5}}
+    later = {"perplexity": kinds, "tokens": {"a": "(40, 512) 1"}}
+    assert with_others(FITTED, later) == {
+        **FITTED,
+        "perplexity": {**FITTED["perplexity"], "nearest": {"a": 40.0}},
     }
 
 
-def test_divergence_goes_with_its_segments_and_tasks_are_joined_by_name() -> None:
-    first = {
-        "perplexity": {"original": {"a": 10.0, "b": 20.0}},
-        "divergence": {"quantized": {"a": {"mean": 0.1}, "b": {"mean": 0.2}}},
-        "tasks": {"quantized": {"piqa": {"value": 0.5}}},
+def test_tasks_are_joined_by_name() -> None:
+    first = {"tasks": {"quantized": {"piqa": {"value": 0.5}}}}
+    others = {"tasks": {"quantized": {"piqa": {"value": 0.6}, "mine": {"value": 0.7}}}}
+    assert with_others(first, others) == {
+        "tasks": {"quantized": {"piqa": {"value": 0.5}, "mine": {"value": 0.7}}}
     }
-    later = {"perplexity": {"original": {"a": 11.0}}, "tasks": {"quantized": {"mine": {"value": 0.7}}}}
-    joined = with_later(first, later)
-    assert joined["divergence"] == {"quantized": {"b": {"mean": 0.2}}}
-    assert joined["tasks"] == {"quantized": {"piqa": {"value": 0.5}, "mine": {"value": 0.7}}}
-    assert "divergence" not in with_later(joined, {"perplexity": {"original": {"b": 21.0}}})
 
 
 def test_nothing_measured_stays_nothing() -> None:
-    assert with_later({}, {}) == {}
-    assert with_later({}, {"tasks": {}}) == {"tasks": {}}
-    assert with_later(FITTED, {}) == FITTED
+    assert with_others({}, {}) == {}
+    assert with_others({}, {"tasks": {}}) == {}
+    assert with_others(FITTED, {}) == with_others({}, FITTED) == FITTED

@@ -11,7 +11,7 @@ import torch
 from aespa_pl.commands.evaluate import measure_exported, quantized_folder
 from aespa_pl.commands.export import export
 from aespa_pl.data.tokens import evaluation_tokens
-from aespa_pl.evaluation.perplexity import perplexity
+from aespa_pl.evaluation.perplexity import perplexity, tokens_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.settings import DataSettings, EvaluationSettings, ModelSettings, TaskSettings
@@ -41,5 +41,6 @@ def test_perplexity_of_an_export_is_that_of_the_runs_own_folder(
     tokens = evaluation_tokens(str(text), pretrained.tokenizer(), 16, None, tmp_path / "cache")
     expected = perplexity(source, {"text": tokens}, batch_size=4)["text"]
     assert metrics["perplexity"]["quantized"] == {"text.txt": pytest.approx(expected, rel=1e-3)}
+    assert metrics["tokens"] == tokens_of({"text.txt": tokens})
     assert json.loads((folder / "test.json").read_text()) == metrics
     assert "perplexity, text.txt" in (folder / "test.md").read_text()

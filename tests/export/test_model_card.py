@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from aespa_pl.commands.export import export
+from aespa_pl.export.model_card import public_source
 from aespa_pl.run.journal import Run
 from tests.export.folders import card
 from tests.export.runs import Known
@@ -85,6 +86,16 @@ def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(fresh: Known,
         "| original | 10.000 | 20.000 |\n| round-to-nearest | 40.000 | - |\n| quantized | 12.000 | 22.000 |\n"
     )
     assert table in card(tmp_path / "out")[1]
+
+
+def test_texts_of_one_file_name_keep_columns_of_their_own(fresh: Known, tmp_path: Path) -> None:
+    values = {"/a/x.txt": 10.0, "/b/x.txt": 20.0}
+    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": values}}))
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    text = card(tmp_path / "out")[1]
+    assert "|  | perplexity, x.txt | perplexity, x.txt (2) |\n" in text
+    assert "| original | 10.000 | 20.000 |\n" in text
+    assert public_source({"/a/x.txt": 0.25, "/b/x.txt": 0.75}) == {"x.txt": 0.25, "x.txt (2)": 0.75}
 
 
 def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:
