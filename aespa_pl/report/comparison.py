@@ -166,7 +166,8 @@ def figure(cells: Sequence[Cell]) -> "Figure | None":
                 values = [x for cell in seeds if (x := cell.perplexity(texts[0])) is not None]
                 if not values:
                     continue
-                look = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
+                turn, color = divmod(number, len(SERIES))  # after all colours each has another marker
+                look = {"color": SERIES[color], "marker": MARKERS[(color + turn) % len(MARKERS)]}
                 spread = stdev(values) if len(values) > 1 else 0.0
                 seconds = mean(cell.seconds("quantization") or 0.0 for cell in seeds)
                 handles[method] = panel.errorbar(seconds, mean(values), spread, **look, linestyle="")
