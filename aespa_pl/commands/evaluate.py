@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+import aespa_pl
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
@@ -21,11 +23,8 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import (
     divergence,
-    measured_on,
     perplexity,
-    recall,
     refuse_diverged,
-    remember,
     tokens_of,
     whole_perplexity,
 )
@@ -49,7 +48,9 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
+from aespa_pl.storage.cache import checksum, keep, recalled
 
+PERPLEXITIES = "perplexities"  # kind of what is kept in the cache
 MENDED_BY = {"original": "check model.pretrained", "quantized": "quantize with another method or more bits"}
 
 
@@ -155,7 +156,7 @@ def compare_perplexities(
     layers = job.pretrained.config.num_hidden_layers
     for kind in kinds:
         # of the quantized model nothing is remembered, because it is new
-        keys = {} if kind == "quantized" else {n: _made_from(job, kind, t) for n, t in texts.items()}
+        keys = {} if kind == "quantized" else {n: measured_on(job, kind, t) for n, t in texts.items()}
         known = world.from_first(partial(_remembered, job.cache, keys))
         unknown = {name: tokens for name, tokens in texts.items() if name not in known}
         measured = {}
@@ -174,28 +175,32 @@ def compare_perplexities(
             refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])
         if world.is_first:
             for name in keys.keys() & measured.keys() & values.keys():
-                remember(job.cache, keys[name], measured[name])
+                value = torch.tensor([measured[name]], dtype=torch.float64)
+                keep(job.cache, PERPLEXITIES, keys[name], value)
         if values:
             results[kind] = values
     return results
 
 
-def _made_from(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
-    """Return what the perplexity of the original or of round-to-nearest depends on."""
+def measured_on(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
+    """Return, as JSON, all that the perplexity of the original or of round-to-nearest depends on."""
     grids = ("bits", "symmetric", "group_size", "bits_of", "format", "types")
     rounding = {name: getattr(job.quantization, name) for name in grids}
-    model = {
+    versions = {module.__name__: module.__version__ for module in (aespa_pl, torch, transformers)}
+    return {
         "model": job.model_fingerprint,
         "rounded": rounding if kind == "nearest" else None,
         "dtype": str(job.dtype).removeprefix("torch."),
         "device": job.device.type,
+        "tokens": checksum(tokens),
+        "segments": list(tokens.shape),
+        "versions": versions,
     }
-    return measured_on(model, tokens)
 
 
 def _remembered(cache: Path, keys: Mapping[str, dict[str, object]]) -> dict[str, float]:
-    values = {name: recall(cache, key) for name, key in keys.items()}
-    return {name: value for name, value in values.items() if value is not None}
+    values = {name: recalled(cache, PERPLEXITIES, key) for name, key in keys.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def evaluate(

@@ -11,21 +11,18 @@ segments; the mean negative log likelihood of positions 2 .. L of every segment 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
-import aespa_pl
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
-from aespa_pl.storage.cache import checksum, keep, recalled
+from aespa_pl.storage.cache import checksum
 
 RARE = 0.999
 """The quantile of the positions' divergences that is reported beside their mean."""
@@ -120,27 +117,6 @@ def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) 
 def tokens_of(texts: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what tells the segments ``[segments, L]`` of each text from others."""
     return {name: f"{tuple(tokens.shape)} {checksum(tokens)}" for name, tokens in texts.items()}
-
-
-def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
-    """Return all that a perplexity on token ids ``[segments, L]`` depends on, as JSON.
-
-    ``model`` has the fingerprint of the weights, what is done to them (nothing, or rounding with which
-    settings), and type and device that blocks run in: nothing else that a run decides.
-    """
-    versions = {module.__name__: module.__version__ for module in (aespa_pl, torch, transformers)}
-    return {**model, "tokens": checksum(tokens), "segments": list(tokens.shape), "versions": versions}
-
-
-def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
-    """Return the perplexity that was measured before on what ``measured_on`` says, else None."""
-    perplexity = recalled(cache, "perplexities", described_by)
-    return None if perplexity is None else float(perplexity)
-
-
-def remember(cache: Path, described_by: Mapping[str, object], perplexity: float) -> None:
-    """Keep a perplexity in the cache (``data.cache``)."""
-    keep(cache, "perplexities", described_by, torch.tensor([perplexity], dtype=torch.float64))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from aespa_pl.models import family_of
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.settings import GridSettings
 from tests.block.blocks import FEW, begin, every_example, make_block, make_statistics, next_zeta, updated
-from tests.models.examples import make_ids, make_ours
+from tests.models.examples import EXAMPLES, make_ids, make_ours
 
 
-@pytest.mark.parametrize("group_size", [None, 4])
-@every_example
+@pytest.mark.parametrize(
+    ("name", "group_size"), [*((name, None) for name in EXAMPLES), ("llama", 4), ("bloom", 4)]
+)
 def test_export_is_the_folded_dequantized_weight(name: str, group_size: int | None) -> None:
     settings = replace(FEW, group_size=group_size)
     problem = updated(make_block(name, settings), settings)

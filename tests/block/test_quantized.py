@@ -54,7 +54,7 @@ def test_each_projection_meets_the_hessian_of_its_role(name: str, *, value: bool
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(10**6, 0.01), (1, 0.3)])
-@every_example
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_without_a_setting_few_tokens_are_damped_more(name: str, tokens: int, share: float) -> None:
     block, layout = example(name)
     statistics = replace(make_statistics(block, layout), tokens=tokens)

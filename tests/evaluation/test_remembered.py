@@ -1,5 +1,6 @@
 """A remembered perplexity is the one that was measured on the same, or there is none."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import save
 from torch import Tensor
 
 import aespa_pl
@@ -16,7 +16,7 @@ from aespa_pl.commands import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import measured_on, perplexity, recall, remember
+from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.settings import (
@@ -30,54 +30,6 @@ from aespa_pl.settings import (
 )
 
 TOKENS = torch.arange(12).view(3, 4)
-MODEL = {"model": "abc", "rounded": None, "dtype": "float32", "device": "cpu"}
-
-
-def test_what_was_measured_is_recalled_to_the_last_digit(tmp_path: Path) -> None:
-    key = measured_on(MODEL, TOKENS)
-    assert recall(tmp_path, key) is None
-    remember(tmp_path, key, 1 / 3 + 31)
-    assert recall(tmp_path, measured_on(dict(MODEL), TOKENS.clone())) == 1 / 3 + 31
-
-
-@pytest.mark.parametrize(
-    "change", [{"model": "abd"}, {"rounded": {"bits": 2}}, {"dtype": "float16"}, {"device": "cuda"}], ids=str
-)
-def test_another_model_or_setting_is_measured_anew(tmp_path: Path, change: dict[str, object]) -> None:
-    remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
-    assert recall(tmp_path, measured_on({**MODEL, **change}, TOKENS)) is None
-
-
-@pytest.mark.parametrize("tokens", [TOKENS + 1, TOKENS[:2], TOKENS.view(2, 6)], ids=str)
-def test_another_text_is_measured_anew(tmp_path: Path, tokens: Tensor) -> None:
-    remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
-    assert recall(tmp_path, measured_on(MODEL, tokens)) is None
-
-
-def test_another_version_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
-    monkeypatch.setattr(aespa_pl, "__version__", "0.0.0")
-    assert recall(tmp_path, measured_on(MODEL, TOKENS)) is None
-
-
-def test_an_entry_that_is_damaged_or_edited_is_measured_anew(tmp_path: Path) -> None:
-    key = measured_on(MODEL, TOKENS)
-    remember(tmp_path, key, 3.5)
-    (path,) = (tmp_path / "perplexities").glob("*.safetensors")
-    whole = path.read_bytes()
-    other = {"perplexities": torch.tensor([3.4], dtype=torch.float64)}
-    for content in (b"", b"{", whole[:-1], save(other), whole.replace(b"abc", b"abd")):
-        path.write_bytes(content)
-        assert recall(tmp_path, key) is None
-    path.write_bytes(whole)
-    assert recall(tmp_path, key) == 3.5
-
-
-def test_a_cache_that_can_not_be_written_to_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    key = measured_on(MODEL, TOKENS)
-    remember(tmp_path / "file", key, 3.5)
-    assert recall(tmp_path / "file", key) is None
 
 
 def job_with_cache(folder: Path) -> Job:
@@ -89,6 +41,26 @@ def job_with_cache(folder: Path) -> Job:
     model = ModelSettings("embedded:opt")
     settings = Settings(model, data, QuantizationSettings(), OutputSettings())
     return Job.prepare(settings, torch.device("cpu"))
+
+
+def test_all_that_a_perplexity_depends_on_makes_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_with_cache(tmp_path)
+    other = replace(job, model=replace(job.model, dtype="float16"))
+    keys = [
+        evaluate.measured_on(job, "original", TOKENS),
+        *(evaluate.measured_on(job, "original", t) for t in (TOKENS + 1, TOKENS[:2], TOKENS.view(2, 6))),
+        evaluate.measured_on(job, "nearest", TOKENS),
+        evaluate.measured_on(other, "original", TOKENS),
+        evaluate.measured_on(replace(job, device=torch.device("meta")), "original", TOKENS),
+    ]
+    monkeypatch.setattr(Job, "model_fingerprint", "another model")
+    keys.append(evaluate.measured_on(job, "original", TOKENS))
+    monkeypatch.setattr(aespa_pl, "__version__", "0.0.0")
+    keys.append(evaluate.measured_on(job, "original", TOKENS))
+    assert len({json.dumps(key) for key in keys}) == len(keys)
+    assert evaluate.measured_on(job, "original", TOKENS.clone()) == keys[-1]
 
 
 def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,15 +50,6 @@ def test_process_that_only_looks_on_leaves_the_folder_as_it_is(run: Run) -> None
     assert checkpoint.is_file()
 
 
-def test_version_numbers_are_not_used_again(tmp_path: Path) -> None:
-    numbers = [Run.create(tmp_path, {}).folder.name for _ in range(3)]
-    assert numbers == ["version_0", "version_1", "version_2"]
-    (tmp_path / "version_1" / "journal.json").unlink()
-    (tmp_path / "version_1").rmdir()
-    (tmp_path / "version_10").mkdir()
-    assert Run.create(tmp_path, {}).folder.name == "version_11"
-
-
 def test_last_run_is_the_one_whose_journal_was_written_last(tmp_path: Path) -> None:
     runs = tmp_path / "mine"
     assert last_run(tmp_path, runs.name) is None

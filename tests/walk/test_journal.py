@@ -14,18 +14,9 @@ from safetensors import safe_open
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from tests.models.examples import make_model
-from tests.walk.by_hand import CORRECT, NOT_LEARNED, POLISH, Walked, differing
+from tests.walk.by_hand import CORRECT, POLISH, Walked, differing
 from tests.walk.test_tuning import BLOCKS_ONLY, BOTH
 from tests.walks import BLOCKS, SilentTrainers, shortened, walk
-
-
-def test_hidden_states_on_disk_give_the_same(walked: Walked, tmp_path: Path) -> None:
-    """The correction has two streams of them."""
-    changes = {**CORRECT, **NOT_LEARNED}
-    expected = walked("llama-grouped", changes)
-    found = walk("llama-grouped", tmp_path, changes, hidden_folder=tmp_path / "hidden")
-    assert differing(expected, found) == differing(expected, found, 1) == set()
-    assert list((tmp_path / "hidden").iterdir()) == []
 
 
 def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:

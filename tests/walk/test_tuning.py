@@ -209,10 +209,13 @@ def test_mini_batches_of_blocks_on_disk_are_summed_segment_by_segment(tmp_path: 
 
 
 def test_hidden_states_on_disk_change_nothing(walked: Walked, tmp_path: Path) -> None:
-    memory = walked("opt", BOTH)
-    disk = walk("opt", tmp_path, BOTH, hidden_folder=tmp_path / "hidden").exported().state_dict()
+    """A tuning and the correction have two streams of them."""
+    changes = BOTH | {"input_correction": 0.5}
+    memory = walked("opt", changes)
+    disk = walk("opt", tmp_path, changes, hidden_folder=tmp_path / "hidden").exported().state_dict()
     for name, tensor in memory.exported().state_dict().items():
         assert torch.equal(disk[name], tensor)
+    assert list((tmp_path / "hidden").iterdir()) == []
 
 
 @pytest.mark.parametrize(
