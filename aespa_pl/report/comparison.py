@@ -88,16 +88,20 @@ def phases_of(cells: Sequence[Cell]) -> list[str]:
 
 
 def summary(cells: Sequence[Cell]) -> TextTable:
-    """Return a row for each method and kind of grids: means over the seeds, and the perplexity's spread."""
+    """Return a row for each method and kind of grids: means over the seeds, and the perplexity's spread.
+
+    The original model has a row before them, and nearest rounding one for each kind of grids, where known.
+    """
     texts, phases = texts_of(cells), phases_of(cells)
     head = ["method", "bits"]
     for text in texts:
         head += [f"perplexity, {text}", f"loss / nearest, {text}"]
     details = [*(f"{phase}, s" for phase in phases), "peak, GB", "failed"]
     head += [*details[:-2], "packed, MB", "peak, GB", "runs", "failed"]
-    rows = []
+    rows = _reference("original", ABSENT, cells, head)
     for grids in dict.fromkeys(cell.grids for cell in cells):
         same_grids = [cell for cell in cells if cell.grids == grids]
+        rows += _reference("nearest", str(grids), same_grids, head)
         for method in dict.fromkeys(cell.method for cell in same_grids):
             seeds = [cell for cell in same_grids if cell.method == method]
             row = [method, str(grids)]
@@ -110,6 +114,14 @@ def summary(cells: Sequence[Cell]) -> TextTable:
             failed = [f"seed {c.seed}: {c.state}" for c in seeds if c.metrics is None]
             rows.append([*row, f"{len(seeds) - len(failed)} of {len(seeds)}", "; ".join(failed) or ABSENT])
     return TextTable(head, rows, details=[head.index(name) for name in details])
+
+
+def _reference(kind: str, grids: str, cells: Sequence[Cell], head: Sequence[str]) -> list[list[str]]:
+    """Return a row of one of ``REFERENCES``, which has perplexities alone; no row where none are known."""
+    known = {f"perplexity, {t}": _mean([c.perplexity(t, kind) for c in cells], 3) for t in texts_of(cells)}
+    if set(known.values()) <= {ABSENT}:
+        return []
+    return [[kind, grids, *(known.get(name, ABSENT) for name in head[2:])]]
 
 
 def _mean(values: Sequence[float | None], digits: int, *, spread: bool = False) -> str:

@@ -100,9 +100,11 @@ def test_cells_become_one_row_for_each_method_with_mean_and_spread(tmp_path: Pat
     runs = Runs({"rtn_w2_s0": 40.0, "rtn_w2_s1": 40.0, "optq_w2_s0": 20.0, "optq_w2_s1": 22.0})
     folder = compare(SETTINGS, given(tmp_path), runs, silent())
     lines = (folder / "compare.md").read_text().splitlines()
-    assert [c.strip() for c in lines[2].split("|")[1:5]] == ["rtn", "2", "40.000 ± 0.000", "1.000"]
+    assert [c.strip() for c in lines[2].split("|")[1:5]] == ["original", "-", "10.000", "-"]
+    assert [c.strip() for c in lines[3].split("|")[1:5]] == ["nearest", "2", "40.000", "-"]
+    assert [c.strip() for c in lines[4].split("|")[1:5]] == ["rtn", "2", "40.000 ± 0.000", "1.000"]
     relative = (math.log(2) + math.log(2.2)) / 2 / math.log(4)
-    assert [c.strip() for c in lines[3].split("|")[1:5]] == [
+    assert [c.strip() for c in lines[5].split("|")[1:5]] == [
         "optq", "2", "21.000 ± 1.414", f"{relative:.3f}",
     ]  # fmt: skip
     rows = list(csv.DictReader((folder / "compare.csv").read_text().splitlines()))
