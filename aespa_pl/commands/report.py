@@ -7,7 +7,7 @@ from jsonargparse import ArgumentParser
 
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
-from aespa_pl.report.stored import read_run
+from aespa_pl.report.stored import read_runs
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
@@ -61,7 +61,7 @@ def report(
     target = expanded(output) if output else folders[0] / "report"
     if target.is_file():
         raise UserError(f"--output: {target} is a file: name a folder")
-    stored = [read_run(path) for path in folders]
+    stored = read_runs(folders)
     drawn = sections(stored)
     with disk_errors(target):
         target.mkdir(parents=True, exist_ok=True)

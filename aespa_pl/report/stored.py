@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ class StoredRun:
     """What was chosen for ``quantization.target``; None where there is none."""
     notes: tuple[str, ...]
     """Sentences about what is missing or damaged, and what to do about it."""
+    parents: int = 1
+    """Number of folders that the name has before the version."""
 
     @property
     def name(self) -> str:
         """Return name and version, ``opt125m_w2/version_0``."""
-        return f"{self.journal.folder.parent.name}/{self.journal.folder.name}"
+        return "/".join(self.journal.folder.absolute().parts[-1 - self.parents :])
 
     @property
     def losses(self) -> dict[tuple[int, str], dict[str, float]]:
@@ -54,6 +56,13 @@ class StoredRun:
     def command(self) -> str:
         """Return the command that makes the run again."""
         return f"aespa-pl fit --config {shlex.quote(str(self.journal.folder / 'config.yaml'))}"
+
+
+def read_runs(folders: Sequence[Path]) -> list[StoredRun]:
+    """Read several runs as :func:`read_run` does; equal names get one more folder before them."""
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    return [replace(run, parents=2) if names.count(run.name) > 1 else run for run in runs]
 
 
 def read_run(folder: Path) -> StoredRun:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from aespa_pl.errors import UserError
-from aespa_pl.report.stored import StoredRun, read_run
+from aespa_pl.report.stored import StoredRun, read_run, read_runs
 
 pytest.importorskip("matplotlib", reason="pip install 'aespa-pl[report]'")
 
@@ -133,3 +133,9 @@ def tables(run: StoredRun) -> None:
         page.by_key([run], [run.versions]),
     ):
         assert all(len(row) == len(table.head) for row in table.rows)
+
+
+def test_runs_of_one_name_are_told_apart_by_the_folder_before_it(tmp_path: Path) -> None:
+    places = ("a/run/version_0", "b/run/version_0", "b/other/version_0")
+    folders = [simulate(tmp_path / place, 1) for place in places]
+    assert [run.name for run in read_runs(folders)] == [*places[:2], "other/version_0"]
