@@ -125,10 +125,10 @@ def verdict(run: StoredRun) -> str:
     rest = ""
     if nearest is not None and nearest > original:
         avoided = 1 - np.log(quantized / original) / np.log(nearest / original)
-        rest = (
-            f"; round-to-nearest would give {nearest:.2f}, so {100 * avoided:.0f} % of its loss "
-            "(in nats) is avoided"
-        )
+        loss = f"{100 * avoided:.0f} % of its loss (in nats) is avoided"
+        if avoided < 0:
+            loss = f"the loss (in nats) is {-100 * avoided:.0f} % larger than by rounding to nearest"
+        rest = f"; round-to-nearest would give {nearest:.2f}, so {loss}"
     change = f"from {original:.2f} to {quantized:.2f} ({100 * rise:+.0f} %)"
     return f"The quantized model {words}: on {text} the perplexity goes {change}{rest}."
 

@@ -75,6 +75,15 @@ def test_the_verdict_is_the_arithmetic_of_the_perplexities(
     )
 
 
+def test_a_result_worse_than_nearest_rounding_is_said_in_words(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 1)
+    perplexity = {"original": {"t": 10.0}, "nearest": {"t": 100.0}, "quantized": {"t": 1000.0}}
+    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+    assert page.verdict(read_run(folder)).endswith(
+        "would give 100.00, so the loss (in nats) is 100 % larger than by rounding to nearest."
+    )
+
+
 def test_later_measurements_are_shown_beside_the_runs_own(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 1, extras=False)
     kinds = {"original": {"wikitext2": 9.0, "mine": 10.0}, "quantized": {"wikitext2": 9.5, "mine": 11.0}}
