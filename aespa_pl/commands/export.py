@@ -1,5 +1,6 @@
 """Run ``aespa-pl export``: pack a finished run for an engine, and prove the files before they are kept."""
 
+import logging
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.table import Table
 from aespa_pl.commands.arguments import is_own
 from aespa_pl.commands.limits import check_space
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.table import measured
 from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
 from aespa_pl.export.format import ClassSize, Format, FormatName, make_format, prove
 from aespa_pl.export.model_card import model_card
@@ -25,6 +27,8 @@ from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
+
+log = logging.getLogger(__name__)
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
@@ -92,6 +96,8 @@ def export(
     own = {"format": format, "container_bits": container_bits, "embedding": embedding}
     options = " ".join(f"--{name} {value}" for name, value in own.items() if value is not None)
     command = f"aespa-pl export last {options}"
+    for note in measured(folder)[1]:
+        log.warning("%s: %s", folder, note)
     model_card(model, chosen, command, {})  # what can't be described is said before hours of work
     console = PlainConsole()
     with WalkProgress(console) as progress, _growing(target) as partial:

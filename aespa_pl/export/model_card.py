@@ -1,7 +1,6 @@
 """Write the model card, which is the README.md of an exported folder."""
 
 import json
-import logging
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -17,8 +16,6 @@ from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.paths import expanded
 from aespa_pl.run.journal import Run
-
-log = logging.getLogger(__name__)
 
 LOAD = 'AutoModelForCausalLM.from_pretrained("FOLDER")'
 USES = {
@@ -137,9 +134,7 @@ def _commands(model: QuantizedModel, command: str) -> str:
 
 
 def _perplexities(run: Run) -> str:
-    metrics, notes = measured(run.folder)
-    for note in notes:
-        log.warning("%s: %s", run.folder, note)
+    metrics, _ = measured(run.folder)
     measurements = metrics.get("perplexity", {})
     names = _public_names(dict.fromkeys(text for values in measurements.values() for text in values))
     perplexities = {

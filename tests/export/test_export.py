@@ -200,7 +200,7 @@ def test_damaged_measurements_do_not_end_an_export(
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     assert "Not measured." in (tmp_path / "out" / "README.md").read_text()
     assert "metrics.json is damaged" in caplog.text
-    assert "test.json is damaged" in caplog.text
+    assert caplog.text.count("test.json is damaged") == 1  # though the card is made twice
 
 
 def test_bits_are_those_of_the_journal_and_hold_every_integer(fresh: Known, tmp_path: Path) -> None:
