@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import Results, TextTable, known, result_table, with_others
+from aespa_pl.evaluation.table import TextTable, known, result_table, with_others
+from aespa_pl.run.schema import Measured
 from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
     A read-only folder costs a warning alone, as the results are printed.
     """
     notes: list[str] = []
-    earlier = known(Results, folder / "test.json", notes, "it is written anew")
+    earlier = known(Measured, folder / "test.json", notes, "it is written anew")
     for note in notes:
         log.warning("%s", note)
     everything = with_others(metrics, earlier.model_dump(exclude_defaults=True) if earlier else {})

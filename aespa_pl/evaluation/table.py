@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from aespa_pl.errors import printable
 from aespa_pl.measure import human
 from aespa_pl.run.schema import Content, DamagedFileError, Measured, parse
@@ -94,17 +92,11 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
         yield "seconds", f"{values:.0f}"
 
 
-class Results(Measured):
-    """Adds what tells the segments of each text from others; files of older versions don't have it."""
-
-    tokens: dict[str, str] = Field(default_factory=dict)
-
-
 def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return what ``fit`` measured, with what a later ``test`` adds; and sentences on damaged files."""
     contents, notes = list[dict[str, Any]](), list[str]()
     for name in ("metrics.json", "test.json"):
-        content = known(Results, folder / name, notes, "measure again with aespa-pl test") or Results()
+        content = known(Measured, folder / name, notes, "measure again with aespa-pl test") or Measured()
         contents.append({k: v for k, v in content.model_dump(exclude_none=True).items() if v})
     return with_others(*contents), notes
 

@@ -127,6 +127,8 @@ class Measured(Strict):
     test_seconds: dict[str, Number] = {}
     seconds: dict[str, Number] = {}
     peak_bytes: dict[str, Number] = {}
+    tokens: dict[str, str] = {}
+    """What tells the segments of each text from others; files of older versions don't have it."""
 
 
 class ShownDescription(Strict):
