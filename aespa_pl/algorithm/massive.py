@@ -29,8 +29,7 @@ def error_divisors(
 
     * Where p is above ``MASSIVE`` times the median m of the segment, it is ``sqrt(p MASSIVE m)``.
     * Elsewhere it is the mean square of the output, where that is larger. The quantized model may make a
-      massive
-      activation of a token that has none; relative to its target, its error would exceed those of all others.
+      massive activation of a token that has none; relative to its target, its error would exceed all others.
     * For the first token it is at most ``max(p, mean square of the output) / max(1, FIRST L)``, so that it
       counts like ``FIRST L`` tokens.
 

@@ -170,6 +170,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         GptOssConfig, head_dim=32, num_local_experts=8, num_experts_per_tok=8, sliding_window=12,
         tie_word_embeddings=False, rope_parameters=YARN,
     ),
+    "gpt-oss-exact": lambda: llama(  # as its makers' files have it
+        GptOssConfig, head_dim=32, num_local_experts=8, num_experts_per_tok=8, sliding_window=12,
+        tie_word_embeddings=False, rope_parameters={**YARN, "truncate": False},
+    ),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
     "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),

@@ -238,3 +238,8 @@ def test_the_smallest_type_of_all_needs_no_remark(name: str, bits: int, known: M
 def test_a_file_with_the_newest_type_says_what_reads_it(known: MakeRun) -> None:
     remark = Gguf().remark(QuantizedModel.open(known("llama", 2, 64, symmetric=True).folder))
     assert remark == "Q2_0 is read by llama.cpp of v0.5.0 or later, and not yet by transformers"
+
+
+def test_long_contexts_that_llama_cpp_runs_otherwise_are_told_of(known: MakeRun) -> None:
+    remark = Gguf().remark(QuantizedModel.open(known("gpt-oss-exact", 4, 32, symmetric=True).folder))
+    assert remark == "llama.cpp rounds the range of YaRN's frequencies, so long contexts differ there"
