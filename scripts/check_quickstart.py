@@ -11,7 +11,7 @@ from jsonargparse import auto_cli
 
 README = Path(__file__).parent.parent / "README.md"
 TOLERANCES = {"original": 0.01, "round-to-nearest": 0.5, "aespa-tuned": 0.5}
-"""Perplexity by row. Processors add up in different orders. The original model's perplexity changes in
+"""Perplexity by column. Processors add up in different orders. The original model's perplexity changes in
 the last digits only. A weight in the middle between two integers may be rounded to the other one. Learning
 takes another way on another processor or with another number of threads; README.md has one and two."""
 
@@ -33,15 +33,13 @@ def main(log: Path) -> None:
 
 
 def read_table(file: Path) -> dict[str, float]:
-    """Return the first number of each row of TOLERANCES; the lines of a table are ``|`` or drawn."""
-    text = file.read_text(encoding="utf-8")
-    rows = {
-        name: re.search(rf"^\W*{name}\s*[|│]\s*([\d.]+|nan|inf)\s*[|│]", text, re.MULTILINE)
-        for name in TOLERANCES
-    }
-    if missing := [name for name, row in rows.items() if row is None]:
-        sys.exit(f"{file} has no table with rows {', '.join(missing)}")
-    return {name: float(row[1]) for name, row in rows.items() if row is not None}
+    """Return the perplexity of each model of TOLERANCES; cells have ``|`` or spaces between them."""
+    text, cell, number = file.read_text(encoding="utf-8"), r"[ |]+", r"([\d.]+|nan|inf)"
+    head, row = cell.join(TOLERANCES), cell.join(["perplexity, embedded", *[number] * len(TOLERANCES)])
+    found = re.search(rf"^{cell}{head}[ |]*\n.*\n{cell}{row}[ |]*$", text, re.MULTILINE)
+    if found is None:
+        sys.exit(f"{file} has no perplexities of {', '.join(TOLERANCES)}")
+    return dict(zip(TOLERANCES, map(float, found.groups()), strict=True))
 
 
 if __name__ == "__main__":
