@@ -143,8 +143,6 @@ def _start(
         refuse_tuning(setup, _tuned(earlier, len(job.shape.of_blocks)))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
-    for warning in _seen(job):
-        progress.say(warning)
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
         if words := job.pretrained.unused():
@@ -155,6 +153,8 @@ def _start(
             progress.advance()
         run = Run.create(job.runs_folder, fingerprint)
         locks.enter_context(run.locked())
+        for warning in _seen(job):
+            progress.say(warning)
     else:
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it

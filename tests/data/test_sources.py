@@ -41,8 +41,12 @@ def test_segments_of_several_texts_are_mixed_in_their_proportions(
 
 
 def write_conversations(path: Path) -> CalibrationSettings:
-    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
-    path.write_text("\n".join(json.dumps({"prompt": "w9", "messages": turns}) for _ in range(9)))
+    """The conversations differ in what no template of the tests takes."""
+    rows = []
+    for i in range(9):
+        turns = [{"role": "user", "content": "w1 w2", "id": i}, {"role": "assistant", "content": "w3 w4 w5"}]
+        rows.append(json.dumps({"prompt": "w9", "messages": turns}))
+    path.write_text("\n".join(rows))
     return CalibrationSettings(str(path), segments=3)
 
 

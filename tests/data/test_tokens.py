@@ -210,7 +210,7 @@ def test_packing_acts_and_is_never_served_from_an_old_cache(
     tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    rows = [text_of(range(1, 8)), text_of(range(1, 30))] * 9
+    rows = [text_of(range(i, i + length)) for i in range(1, 10) for length in (7, 29)]
     path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
     settings = CalibrationSettings(str(path), segments=9)
     apart = calibration_tokens(settings, tokenizer, 20, cache)

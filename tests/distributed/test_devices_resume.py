@@ -61,7 +61,8 @@ def test_stopped_run_goes_on_with_another_number(
     assert stopped.status == 143, "\n".join(stopped.texts)
     lines = stopped.text.splitlines()
     assert lines[-1].startswith("aespa-pl: stopped by SIGTERM; continue with: aespa-pl fit")
-    first = [line.split()[0] for line in lines[:-1]]
+    assert "words.txt is a calibration text as well" in lines[0]
+    first = [line.split()[0] for line in lines[1:-1]]
     assert first == ["method", "run", "2", "54", "block", "about"]
     assert stopped.texts[1:] == [""] * (before - 1)
     assert bench.journal(name)["checkpoint"]["file"].endswith("-interrupted.ckpt")

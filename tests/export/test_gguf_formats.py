@@ -130,7 +130,7 @@ def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
     assert embedding.tensor_type.name == "Q6_K"
     assert tensors["blk.0.attn_q.weight"].tensor_type.name == "Q4_0"
     card = model_card(model, Gguf(), "", {})
-    assert "of embedded; embedding in Q6_K; not quantized: norms." in card
+    assert "symmetric; embedding in Q6_K; not quantized: norms." in card
     assert (
         "embedding in Q6_K; the values of embedding (Q6_K) are stored in the original's type."
         in model_card(model, CompressedTensors(), "", {})
