@@ -5,7 +5,6 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from aespa_pl.errors import UserError
 
@@ -17,20 +16,21 @@ def fit(
 ) -> None:
     """Train a module, or go on from a checkpoint.
 
-    Raises UserError where a ModelCheckpoint monitors what the training does not log.
+    Raises UserError where a callback monitors what the training does not log.
     """
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    except MisconfigurationException as error:
-        monitored = {c.monitor for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)}
+    # ModelCheckpoint raises the first, EarlyStopping the second
+    except (MisconfigurationException, RuntimeError) as error:
         logged = {*trainer.callback_metrics, "epoch", "step"}
-        missing = sorted(name for name in monitored if name is not None and name not in logged)
-        if not missing:
-            raise
-        raise UserError(
-            f"trainer.callbacks has a ModelCheckpoint whose monitor is {missing[0]}, which this training "
-            f"does not log: expected one of {', '.join(sorted(logged))}"
-        ) from error
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            monitor = getattr(callback, "monitor", None)
+            if monitor not in (None, *logged) and str(monitor) in str(error):
+                raise UserError(
+                    f"trainer.callbacks has {type(callback).__name__}, whose monitor is {monitor}, which "
+                    f"this training does not log: expected one of {', '.join(sorted(logged))}"
+                ) from error
+        raise
 
 
 def refuse_early_end(trainer: Trainer, wanted: int, training: str, lower: str) -> None:

@@ -164,7 +164,7 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     ``last`` stays where there is no run yet. The configuration is taken where the command line names no
     other, and with ``last`` no model; test alone takes the last run without being asked. Raises UserError
     where ``ckpt_path`` names no run, or the configuration names code or places that the user has not
-    confirmed.
+    confirmed, or where the command line names the place of another run.
     """
     trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
     arguments = arguments.without(TRUST)
@@ -179,6 +179,8 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     if which == "null" or is_new:
         return arguments
     folder = find_run(which, runs, name)
+    if which != LAST:
+        _refuse_another_place(arguments, folder)
     named = arguments.then(Option(CKPT_PATH, str(folder)))
     configuration = folder / CONFIGURATION
     if has_settings or not configuration.is_file():
@@ -197,6 +199,18 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         Option("output.name", folder.parent.name),
     )
     return replace(named, options=(*own, *named.options))  # of which the later ones win
+
+
+def _refuse_another_place(arguments: Arguments, run: Path) -> None:
+    """Raise UserError where options name another place than that of the run, which goes on where it is."""
+    place = run.parent
+    given = [key for key in ("output.folder", "output.name") if arguments.last(key)]
+    folder = expanded(arguments.last("output.folder") or place.parent)
+    if (folder / (arguments.last("output.name") or place.name)).resolve() != place.resolve():
+        raise UserError(
+            f"{CKPT_PATH} names {run}, which goes on where it is: leave out {' and '.join(given)}, or begin "
+            f"a new run without {CKPT_PATH}"
+        )
 
 
 def is_own(run: Path) -> bool:

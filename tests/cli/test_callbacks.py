@@ -90,7 +90,7 @@ TUNED = (
         ),
         (
             ("ModelCheckpoint", "--trainer.callbacks.monitor", "loss"),
-            "has a ModelCheckpoint whose monitor is loss, which this training does not log: expected one of "
+            "has ModelCheckpoint, whose monitor is loss, which this training does not log: expected one of "
             "epoch, step, tuning/held_back_error, tuning/training_error",
         ),
     ],
@@ -121,6 +121,14 @@ def test_early_stopping_may_end_the_learning(
     events.Reload()
     # Lightning counts from 0
     assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 19
+
+
+def test_early_stopping_on_what_is_not_logged_is_refused(aespa: CommandLine, model: Path) -> None:
+    stopping = ("--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val_loss")
+    on_epochs = ("--trainer.callbacks.check_on_train_epoch_end", "true")
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *stopping, *on_epochs)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "has EarlyStopping, whose monitor is val_loss, which this training does not log" in err
 
 
 def test_checkpoints_of_the_user_stay_where_there_is_no_logger(aespa: CommandLine, model: Path) -> None:

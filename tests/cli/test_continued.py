@@ -59,6 +59,19 @@ def test_a_run_is_continued_with_its_model_in_another_place(
     assert "model was" in err
 
 
+@pytest.mark.parametrize("place", [("--output.name", "other"), ("--output.folder", "elsewhere")])
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_run_is_not_continued_in_the_place_of_another(
+    command: str, place: tuple[str, str], aespa: CommandLine, finished: Done
+) -> None:
+    run = finished.copied("mine")
+    status, out, err = aespa(command, "--ckpt_path", run, *place)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"which goes on where it is: leave out {place[0].removeprefix('--')}, or begin a new run" in err
+    its_own = ("--output.folder", "lightning_logs", "--output.name", "mine")
+    assert aespa(command, "--ckpt_path", run, *its_own)[0] == 0
+
+
 def test_a_finished_run_says_that_its_perplexity_is_of_other_tokens(
     aespa: CommandLine, finished: Done
 ) -> None:
