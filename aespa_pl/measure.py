@@ -22,7 +22,6 @@ class Stopwatch:
         self.show = show
         """Called with the name of each phase when it begins."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self._last: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, phase: str, device: torch.device) -> Iterator[None]:
@@ -34,12 +33,12 @@ class Stopwatch:
         finally:
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize(device)
-            self._last[phase] = time.perf_counter() - start
-            self.seconds[phase] += self._last[phase]
+            self.seconds[phase] += time.perf_counter() - start
 
-    def last(self, phase: str) -> dict[str, float]:
-        """Return the seconds that a phase took the last time, by its name."""
-        return {phase: self._last[phase]}
+    def since(self) -> Callable[[], dict[str, float]]:
+        """Return a function that returns the seconds of each phase from now to its call."""
+        before = dict(self.seconds)
+        return lambda: {phase: s - before.get(phase, 0.0) for phase, s in self.seconds.items()}
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:

@@ -14,13 +14,17 @@ CPU = torch.device("cpu")
 
 
 def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 13.0, 20.0, 21.0, 30.0, 35.0])
+    clock = iter([10.0, 13.0, 20.0, 21.0, 30.0, 35.0, 40.0, 41.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     stopwatch = Stopwatch()
     for phase in ("grid", "rounding", "grid"):
         with stopwatch.measure(phase, CPU):
             pass
     assert dict(stopwatch.seconds) == {"grid": 8.0, "rounding": 1.0}
+    since = stopwatch.since()
+    with stopwatch.measure("grid", CPU):
+        pass
+    assert since() == {"grid": 1.0, "rounding": 0.0}
 
 
 def test_time_up_to_a_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class Walk:
         """Quantize a block, and run the hidden states through it where another block is missing."""
         context, run = self.context, self.context.run
         with context.source.block(index) as module:
-            before = dict(context.stopwatch.seconds)
+            seconds_of_block = context.stopwatch.since()
             found = self._quantized(index, module, streams)
             losses, tuning = found.losses, None if found.tuned is None else record.tuning(found.tuned)
             with context.measure("writing"):
@@ -123,7 +123,7 @@ class Walk:
                     metadata = record.metadata(losses, tuning, context.types(index))
                     write_tensors(run.block_file(index), tensors, metadata)
                     self.writer.write_block(index, context.source.family.as_stored(shard))
-            seconds = {k: v - before.get(k, 0.0) for k, v in context.stopwatch.seconds.items()}
+            seconds = seconds_of_block()
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), *self.writer.block_files(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
@@ -132,7 +132,7 @@ class Walk:
                 return
             with context.measure("forward"):
                 context.source.advance(module, streams.quantized)
-        later: dict[str, Any] = {"seconds": seconds | context.stopwatch.last("forward")}
+        later: dict[str, Any] = {"seconds": seconds_of_block()}
         error = record.output_error(streams, context.world) if streams.original else math.nan
         if math.isfinite(error):  # JSON has no other numbers
             later["output_error"] = {"rounded" if tuning is None else "tuned": error}
@@ -191,10 +191,11 @@ class Walk:
 
     def _tune_model(self, tuner: ModelTuner, tokens: Tensor, streams: Streams) -> None:
         context, phase = self.context, "tuning the model"
+        seconds = context.stopwatch.since()
         with context.measure(phase):
             tuned = tuner.tune(tokens, streams.original)
         if context.world.is_first:
-            context.run.finish_tuning(record.tuning(tuned), context.stopwatch.last(phase))
+            context.run.finish_tuning(record.tuning(tuned), {phase: seconds()[phase]})
         self._log(record.tuning_curves(tuned), context.source.block_count)
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
