@@ -60,8 +60,13 @@ def main(
     torch.set_num_threads(threads)
     tokens = load_file(calibration)["ids"].long()
     chosen = gptqmodel.QuantizeConfig(
-        bits=bits, group_size=group_size, sym=False, mse=mse, desc_act=desc_act,
-        format="gptq_v2", offload_to_disk=False
+        bits=bits,
+        group_size=group_size,
+        sym=False,
+        mse=mse,
+        desc_act=desc_act,
+        format="gptq_v2",
+        offload_to_disk=False,
     )
     loaded = gptqmodel.GPTQModel.load(model, chosen, device="cpu")
     start = time.process_time()

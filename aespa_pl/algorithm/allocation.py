@@ -22,7 +22,8 @@ class Allocation:
     """Holds the best choice for every limit of the costs."""
 
     least: int
-    """Sum of each item's least cost."""
+    most: int
+    """Sums of each item's least cost, and of each item's largest."""
     step: int
     """Costs above that are multiples of it."""
     losses: Tensor
@@ -35,7 +36,9 @@ class Allocation:
         """Return the candidate of each item; a ValueError says that the limit is below the least costs."""
         if limit < self.least:
             raise ValueError(f"{limit} is below the least cost, {self.least}")
-        left = min((limit - self.least) // self.step, len(self.losses) - 1)
+        left = len(self.losses) - 1
+        if limit < self.most:  # costs are rounded up to steps, so the largest can need more than fit below
+            left = min((limit - self.least) // self.step, left)
         chosen = []
         for taken, steps in zip(reversed(self._taken), reversed(self._steps), strict=True):
             choice = int(taken[left])
@@ -61,4 +64,4 @@ def allocate(
         for i, (cost, loss) in enumerate(zip(of_item, its_losses, strict=True)):
             options[i, cost:] = best[: width - cost] + loss
         best, taken[item] = options.min(0)
-    return Allocation(sum(map(min, costs)), step, best, taken, steps)
+    return Allocation(sum(map(min, costs)), sum(map(max, costs)), step, best, taken, steps)

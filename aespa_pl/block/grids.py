@@ -67,9 +67,9 @@ def _zeta_of_inputs(
 ) -> Tensor:
     """Return AWQ's zeta: of all powers the one with the least loss of the group's projections together."""
     projections = block.of_group(group)
-    zetas = candidate_zetas(block.magnitudes[group.name])
     if group.fold is None:
-        return zetas[0]  # 1 everywhere
+        return torch.ones_like(projections[0].weight[0, 0])
+    zetas = candidate_zetas(block.magnitudes[group.name])
 
     def loss(zeta: Tensor) -> float:
         shares = [(p, form, p.share(world)) for p, form in zip(projections, forms, strict=True)]

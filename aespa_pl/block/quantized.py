@@ -46,7 +46,7 @@ class Rows:
     hessian: Tensor
     """Damped H, ``[1, d_in, d_in]``, or ``[heads, d_in, d_in]`` where each head has its own."""
     other_side: Tensor | None
-    """G ``[heads, d_h, d_h]`` (query, key), undamped; None where the objective has none."""
+    """G ``[heads, d_h, d_h]`` (query, key), damped; None where the objective has none."""
 
     def loss(self) -> Tensor:
         """Return ``tr(G dW H dW^T)`` of the integers, by row ``[heads, rows]`` or with G ``[heads, 1]``."""

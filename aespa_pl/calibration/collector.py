@@ -124,7 +124,7 @@ class StatisticsCollector:
             None if attended is None else Hessian(attended),
             self._before_rotation(sums, KEYS, QUERY_GAIN, 0, norm_weights),
             self._before_rotation(sums, QUERIES, KEY_GAIN, 1, norm_weights),
-            shifts if shifts.inputs or shifts.attended is not None else None,
+            shifts if shifts.inputs or shifts.outputs or shifts.attended is not None else None,
             self.tokens,
             sums.named(Sums.MAGNITUDE),
             {} if self.experts is None else self.experts.reached,

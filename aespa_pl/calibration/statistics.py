@@ -164,9 +164,9 @@ class DividedStatistics:
     def joined(self) -> BlockStatistics:
         """Return the statistics of all parts, of which there is one at least."""
         first, parts = self._parts[0], self._parts
-        shifts, of_values = first.shifts, [p.shifts.attended for p in parts if p.shifts is not None]
-        if shifts is not None:
-            attended = [shift for shift in of_values if shift is not None]
+        shifts, of_parts = None, [part.shifts for part in parts if part.shifts is not None]
+        if of_parts:
+            attended = [shift.attended for shift in of_parts if shift.attended is not None]
             inputs, outputs = (NamedMatrices(kept) for kept in self._shifts)
             shifts = Shifts(inputs, outputs, torch.cat(attended) if attended else None)
         return replace(

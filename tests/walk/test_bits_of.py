@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.settings import QuantizationSettings
 from tests.walk.test_tuning import BOTH, LEARNED
 from tests.walks import Quantized, walk
@@ -119,6 +120,24 @@ def test_a_projection_of_16_bits_keeps_its_weights(name: str, method: str, tmp_p
             assert kept == (p.name not in stored)
             if p.fused == (0, 1):
                 assert kept == torch.equal(state[weight], original[weight])
+
+
+def test_outputs_are_corrected_where_all_other_projections_are_kept(tmp_path: Path) -> None:
+    kept = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 16)
+    changes = {"bits_of": kept, "bits": 3, "method": "optq", "input_correction": 0.5}
+    for partition in (WHOLE, Partition(heads=1)):
+        losses = walk("llama", tmp_path / str(partition), changes, partition=partition).losses(1)
+        assert all("correction_damping" in of_one for of_one in losses.values())
+
+
+def test_awq_with_a_kept_expert_beside_others_that_are_seen_in_another_pass(tmp_path: Path) -> None:
+    kept = {"expert_0_gate_proj": 16, "expert_0_up_proj": 16}
+    changes = {"bits_of": kept, "bits": 3, "method": "awq"}
+    one, whole = (
+        walk("qwen3-moe", tmp_path / str(p), changes, partition=p) for p in (Partition(experts=1), WHOLE)
+    )
+    for name, integers in whole.file(1).items():
+        assert torch.equal(one.file(1)[name], integers)
 
 
 def test_a_block_that_is_kept_is_the_originals_whatever_type_blocks_run_in(tmp_path: Path) -> None:
