@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aespa_pl.errors import UserError, first_line
 from aespa_pl.measure import human
 from aespa_pl.storage.cache import alone_in
-from aespa_pl.storage.files import checksum, write_tensors
+from aespa_pl.storage.files import checksum, has_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +37,11 @@ def converted(path: Path, cache: Path) -> Path:
             "permissions, or copy it again from the model's origin"
         ) from error
     target = cache / "weights" / f"{path.stem}-{fingerprint[:16]}.safetensors"
-    if _is_whole(target):
+    if has_tensors(target):
         return target
     try:
         with alone_in(target.parent):
-            if not _is_whole(target):
+            if not has_tensors(target):
                 log.warning("%s is turned into safetensors, once: %s", path, target)
                 needed, free = path.stat().st_size, shutil.disk_usage(target.parent).free
                 if free < needed:
@@ -57,15 +56,6 @@ def converted(path: Path, cache: Path) -> Path:
             f"weights of {path} are kept as safetensors: name another folder"
         ) from error
     return target
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a file is there and as long as its header says."""
-    try:
-        with safe_open(path, framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
