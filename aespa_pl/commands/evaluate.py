@@ -60,7 +60,7 @@ def test(
     """Measure original and quantized model; return run and metrics, which its test.json has as well."""
     run = Run.open(folder)
     model = run.model_folder
-    if not run.is_of(job.model_files):
+    if not run.is_of(job.pretrained.files):
         raise UserError(
             f"the run {folder} was made from another model than {job.model.pretrained}: give its "
             "model.pretrained, or another run with --ckpt_path"

@@ -169,13 +169,7 @@ class Job(Checked):
     @property
     def model_fingerprint(self) -> str:
         """Return a checksum that tells one model from another."""
-        return model_fingerprint(self.model_files)
-
-    @property
-    def model_files(self) -> set[Path]:
-        """Return the files that tell one model from another."""
-        weights = {tensor.file for tensor in self.pretrained.tensors.values()}
-        return {self.pretrained.folder / "config.json", *weights}
+        return model_fingerprint(self.pretrained.files)
 
     @property
     def cache(self) -> Path:

@@ -188,7 +188,7 @@ def reference_logits(
 
     source = StreamedModel.open(model.pretrained, torch.device("cpu"), torch.float32)
     with source.stem():
-        for name in {*model.parts.values()}.intersection(model.stem_names()):
+        for name in {*model.parts.values()}.intersection(model.pretrained.stem_names()):
             value = chosen.expected(model, name, value_of(model.stem(name)))
             source.model.get_parameter(name).copy_(value)
         hidden = last_hidden(source, tokens[None], 1, change=change)

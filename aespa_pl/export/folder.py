@@ -48,7 +48,7 @@ class FolderFormat(Format):
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write a shard for what lies outside the blocks and one a block."""
         writer = ModelWriter(folder, model.block_count)
-        writer.write_stem({name: model.pretrained.tensor(name) for name in model.stem_names()})
+        writer.write_stem({name: model.pretrained.tensor(name) for name in model.pretrained.stem_names()})
         for index in range(model.block_count):
             plain, packed = dict[str, Tensor](), dict[str, Tensor]()
             for name, value in model.block(index).items():
@@ -73,9 +73,9 @@ class FolderFormat(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
         """Read the shards as a user of the format would."""
         writer = ModelWriter(folder, model.block_count)
-        yield from self._read_part(model, writer.stem_files, model.stem_names())
+        yield from self._read_part(model, writer.stem_files, model.pretrained.stem_names())
         for index in range(model.block_count):
-            yield from self._read_part(model, writer.block_files(index), model.block_names(index))
+            yield from self._read_part(model, writer.block_files(index), model.pretrained.block_names(index))
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value itself; of an embedding in a block type what the original's type holds."""

@@ -178,11 +178,11 @@ class Gguf(Format):
         writer = self.begin(model, path)
         if (factors := rope_factors(model.pretrained.config)) is not None:
             writer.write_tensor_data(factors)
-        for name in model.stem_names():
+        for name in model.pretrained.stem_names():
             writer.write_tensor_data(self._encoded(model, name, model.stem(name)))
         for index in range(model.block_count):
             tensors = model.block(index)
-            for names in file_tensors(model, model.block_names(index)).values():
+            for names in file_tensors(model, model.pretrained.block_names(index)).values():
                 each = [self._encoded(model, name, tensors[name]) for name in names]
                 writer.write_tensor_data(each[0] if len(each) == 1 else np.stack(each))
             after_block()

@@ -133,7 +133,7 @@ def _integers(model: QuantizedModel, name: str) -> tuple[int, Collection[int]]:
         index, (projection, *_) = model.matrices[name]
         together = [name]
         if projection.expert is not None:
-            names = filter(model.matrices.__contains__, model.block_names(index))
+            names = filter(model.matrices.__contains__, model.pretrained.block_names(index))
             together = file_tensors(model, names)[gguf_name(model, name)]
         integers = max(map(model.bits_of, together)), _zeros(model, together)
         model.found.update(dict.fromkeys(together, integers))

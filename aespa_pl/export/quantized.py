@@ -87,8 +87,7 @@ class QuantizedModel:
         pretrained = PretrainedFolder.open(run.model_folder)
         place = cache_folder(settings.data.cache if trusts_places else None)
         source = _original(original, settings)
-        weights = {tensor.file for tensor in PretrainedFolder.open(source, place).tensors.values()}
-        if not run.is_of({source / "config.json", *weights}):
+        if not run.is_of(PretrainedFolder.open(source, place).files):
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"
@@ -169,18 +168,10 @@ class QuantizedModel:
         _, projections = self._projections.get(f"{name.rpartition('.')[0]}.weight", (0, ()))
         return projections
 
-    def stem_names(self) -> tuple[str, ...]:
-        """Return the names of what lies outside the blocks; of tied names, the first only."""
-        return self.pretrained.stem_names()
-
-    def block_names(self, index: int) -> tuple[str, ...]:
-        """Return the names of a block's tensors."""
-        return self.pretrained.block_names(index)
-
     def names(self) -> dict[str, int | None]:
         """Return all names, first those outside the blocks, each with its block (None there)."""
-        blocks = {name: i for i in range(self.block_count) for name in self.block_names(i)}
-        return {**dict.fromkeys(self.stem_names()), **blocks}
+        blocks = {name: i for i in range(self.block_count) for name in self.pretrained.block_names(i)}
+        return {**dict.fromkeys(self.pretrained.stem_names()), **blocks}
 
     def unquantized_linears(self) -> list[str]:
         """Return the names of the linear layers that keep their weights, such as the head and routers."""
@@ -214,7 +205,7 @@ class QuantizedModel:
 
     def block(self, index: int) -> dict[str, StoredTensor]:
         """Read one block; its norms and biases have zeta folded in."""
-        names = self.block_names(index)
+        names = self.pretrained.block_names(index)
         others = {name: self.pretrained.tensor(name) for name in names if name not in self.matrices}
         with opened(self.run.block_file(index)) as file:
             return others | {name: self._matrix(file, name) for name in names if name in self.matrices}

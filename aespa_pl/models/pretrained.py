@@ -85,6 +85,11 @@ class PretrainedFolder:
         matrices = (t for name, t in self.tensors.items() if name.startswith(path) and len(t.shape) > 1)
         return DTYPES[next(matrices).dtype]
 
+    @property
+    def files(self) -> set[Path]:
+        """Return the files that tell one model from another: config.json, and those with weights."""
+        return {self.folder / "config.json", *(tensor.file for tensor in self.tensors.values())}
+
     def bytes_beside(self, weights: int, names: Collection[str] = ()) -> int:
         """Return the bytes of all tensors, tied ones once, but the matrices of blocks and those of ``names``.
 
