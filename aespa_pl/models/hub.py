@@ -2,19 +2,12 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import (
-    CachedRevisionInfo,
-    HfApi,
-    hf_hub_download,
-    scan_cache_dir,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, hf_hub_download, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -154,11 +147,6 @@ def _has(names: Iterable[str], patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, patterns[0]) and "/" not in name for name in names)
 
 
-def _names(snapshot: CachedRevisionInfo) -> Iterator[str]:
-    """Yield the files of a downloaded snapshot, with their folders in it."""
-    yield from (file.file_path.relative_to(snapshot.snapshot_path).as_posix() for file in snapshot.files)
-
-
 def _cached(name: str, revision: str | None) -> Path | None:
     """Return the newest downloaded snapshot that fits the revision, with safetensors rather than pickles."""
     try:
@@ -173,6 +161,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
         if revision is None or revision in snapshot.refs or revision == snapshot.commit_hash
     ]
     for patterns in (SAFETENSORS, PICKLES):
-        if fitting := [s for s in snapshots if _has(_names(s), patterns)]:
+        names = ([f.file_path.relative_to(s.snapshot_path).as_posix() for f in s.files] for s in snapshots)
+        if fitting := [s for s, its in zip(snapshots, names, strict=True) if _has(its, patterns)]:
             return max(fitting, key=lambda snapshot: snapshot.last_modified).snapshot_path
     return None
