@@ -125,15 +125,13 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
 def _planned(parsed: AespaCLI) -> QuantizationSettings:
     """Return the settings that a run would have; learning rates stay null where the model isn't here."""
     device, model = first_trainer(parsed).strategy.root_device, parsed.settings.model
-    if (folder := here(model.pretrained, model.revision)) is not None:
-        found = checked(parsed.settings, device, read_config(folder)).quantization
-        if found.target is None:
-            return found
-        words = "types, bits and learning rates follow from what is chosen for quantization.target"
-        logging.getLogger(__name__).warning(words)
-        return resolved(parsed.settings.quantization, device.type, width=None)
-    words = "%s is not on this machine, so learning rates that depend on its hidden size stay null"
-    logging.getLogger(__name__).warning(words, model.pretrained)
+    words = "types, bits and learning rates follow from what is chosen for quantization.target"
+    if (folder := here(model.pretrained, model.revision)) is None:
+        what = "is not on this machine, so learning rates that depend on its hidden size stay null"
+        words = f"{model.pretrained} {what}"
+    elif (found := checked(parsed.settings, device, read_config(folder)).quantization).target is None:
+        return found
+    logging.getLogger(__name__).warning("%s", words)
     return resolved(parsed.settings.quantization, device.type, width=None)
 
 
