@@ -58,7 +58,8 @@ def collect(context: Context, index: int, module: nn.Module, streams: Streams) -
     for number, part in enumerate(passes):
         first, last = number == 0, part is passes[-1]
         statistics = _run_through(context, index, module, streams, part, first=first, last=last)
-        _refuse_not_finite(context, index, statistics)
+        for name, tensor in statistics.named_tensors():
+            refuse_not_finite(tensor, f"block {index}: the statistic {name} has", context.source.dtype)
         divided.add(statistics)
         del statistics  # and with it the memory of its heads, before that of the next ones is taken
     return divided.joined()
@@ -124,8 +125,3 @@ def _complete(
             experts.see_all(module, seen.inputs[experts.mixture.module])
     if not world.alone:
         experts.add_up(few, world.sum_)
-
-
-def _refuse_not_finite(context: Context, index: int, statistics: BlockStatistics) -> None:
-    for name, tensor in statistics.named_tensors():
-        refuse_not_finite(tensor, f"block {index}: the statistic {name} has", context.source.dtype)
