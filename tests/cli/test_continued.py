@@ -217,18 +217,6 @@ def test_model_dtype_may_change_in_a_continued_run(aespa: CommandLine, model: Pa
     assert aespa("fit", *arguments)[0] == 0
 
 
-def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path, finished: Done) -> None:
-    run = finished.copied()
-    status, out, _ = aespa("fit", *small(model), *LAST)
-    assert status == 0
-    assert "finished already" in out
-    assert out.splitlines()[-1] == str(run)
-
-
-def test_last_without_a_run_begins_the_first(unmeasured: Done) -> None:
-    assert "this is the first" in unmeasured.out
-
-
 def test_a_run_is_continued_with_less_free_memory(
     aespa: CommandLine, model: Path, unmeasured: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:

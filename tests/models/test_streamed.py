@@ -15,7 +15,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import BatchesOnDisk, in_turn
-from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model, save
+from tests.models.examples import EXAMPLES, make_ids, make_model, save
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 BLOCKS = 3
@@ -126,6 +126,7 @@ def test_only_the_part_in_use_is_in_memory(name: str, tmp_path: Path) -> None:
         assert in_memory() and not in_memory() & stem  # noqa: PT018
         assert block is source.model.get_submodule(source.family.blocks_path)[index]
         assert real(source) == [i == index for i in range(BLOCKS)]
+        assert not any(parameter.requires_grad for parameter in block.parameters())
     assert index == BLOCKS - 1
     assert real(source) == [False] * BLOCKS
 
@@ -158,17 +159,6 @@ def test_block_is_released_when_the_walk_breaks_off(tmp_path: Path) -> None:
     assert real(source) == [False] * BLOCKS
 
 
-@pytest.mark.parametrize("index", range(BLOCKS))
-def test_a_block_alone_is_in_memory_for_its_context(index: int, tmp_path: Path) -> None:
-    model, source = make("llama", tmp_path)
-    states = library_states(model, make_ids(2))
-    with source.block(index) as block:
-        assert real(source) == [i == index for i in range(BLOCKS)]
-        found = source.run_block(block, states[index])
-    torch.testing.assert_close(found, states[index + 1], **CLOSE)
-    assert real(source) == [False] * BLOCKS
-
-
 def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
     """The quantized blocks of a continued run are read so; the others are read from the model's own."""
     source = make("opt", tmp_path / "own")[1]
@@ -186,36 +176,6 @@ def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(weights[index], expected)
     assert not torch.equal(weights[1], own.get_submodule("model.decoder.layers.1.fc1").weight)
     assert torch.equal(embed(source, ids, 2)[0], hidden)  # the stem is the model's own
-
-
-def test_a_changed_block_changes_the_states_after_it(tmp_path: Path) -> None:
-    """A quantized block does so; the folder and the next pass are as before."""
-    model, source = make("llama-grouped", tmp_path)
-    ids = make_ids(3)
-    original = library_states(model, ids)
-    model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(2)
-    changed = library_states(model, ids)
-    for expected, factor in ((changed, 2), (original, 1)):
-        batches = embed(source, ids, 2)
-        for index, block in enumerate(source.blocks()):
-            if index == 1:
-                block.get_parameter("mlp.down_proj.weight").mul_(factor)
-            source.advance(block, batches)
-            torch.testing.assert_close(torch.cat(batches), expected[index + 1], **CLOSE)
-    assert float((changed[3] - original[3]).abs().max()) > 0.1
-
-
-def test_each_segment_goes_its_own_way(tmp_path: Path) -> None:
-    """Batches keep the order of the segments; the last may be smaller."""
-    source = make("opt", tmp_path)[1]
-    ids = make_ids(5)
-    batches = embed(source, ids, 2)
-    assert [tuple(batch.shape) for batch in batches] == [(n, LENGTH, 24) for n in (2, 2, 1)]
-    single = embed(source, ids[3:4], 1)
-    for block in source.blocks():
-        source.advance(block, batches)
-        source.advance(block, single)
-    torch.testing.assert_close(batches[1][1], single[0][0], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama"])

@@ -12,7 +12,6 @@ from safetensors import safe_open
 
 from aespa_pl.errors import UserError
 from aespa_pl.storage.files import (
-    disk_errors,
     read_json,
     read_tensors,
     remove_leftovers,
@@ -67,17 +66,6 @@ def test_old_content_stays_until_the_new_is_complete(tmp_path: Path) -> None:
     assert seen == ["old", "old"]
     assert path.read_text() == "new"
     assert files(tmp_path) == ["file.txt"]
-
-
-def test_a_new_file_has_no_name_until_it_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "file.txt"
-
-    def write(temporary: Path) -> None:
-        temporary.write_text("half")
-        assert not path.exists()
-
-    write_whole(path, write)
-    assert path.exists()
 
 
 def test_content_is_on_the_disk_before_it_gets_its_name(
@@ -162,18 +150,6 @@ def test_tensors_that_do_not_fit_leave_nothing(tmp_path: Path) -> None:
     with refused(tmp_path, "File too large"):
         write_tensors(tmp_path / "large.safetensors", {"a": torch.zeros(2**16)}, {})
     assert files(tmp_path) == ["small.safetensors"]
-
-
-@pytest.mark.usefixtures("_small_files_only")
-def test_text_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
-    with refused(tmp_path, "File too large"):
-        write_json(tmp_path / "metrics.json", {"text": "x" * 2**17})
-    assert files(tmp_path) == []
-
-
-def test_failures_that_are_not_the_disks_keep_their_type() -> None:
-    with pytest.raises(KeyError, match="mine"), disk_errors(Path("runs")):
-        raise KeyError("mine")
 
 
 def test_json_is_read_back(tmp_path: Path) -> None:
