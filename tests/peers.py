@@ -20,7 +20,8 @@ from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
 from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
-from aespa_pl.tuning import SegmentPairs, Tuned
+from aespa_pl.tuning.data import SegmentPairs
+from aespa_pl.tuning.tune import Tuned
 from tests.block.blocks import FEW, begin, example, gridded, make_statistics
 from tests.rounding.problems import SETTINGS, module_of, problems
 from tests.tuning.tuned import Example, tune_block

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from aespa_pl import tuning
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
@@ -22,7 +21,11 @@ from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.batches import Batches, in_turn
 from aespa_pl.storage.files import write_tensors
-from aespa_pl.tuning import RunBlock, TunableBlock, Tuned
+from aespa_pl.tuning.data import SegmentPairs
+from aespa_pl.tuning.losses import RunBlock, output_error
+from aespa_pl.tuning.training import LearningRates
+from aespa_pl.tuning.tune import Tuned, changed_fraction, tune
+from aespa_pl.tuning.weights import TunableBlock, recipe
 from aespa_pl.walk.record import read_weight, weight_tensors
 
 
@@ -79,7 +82,7 @@ class BlockTuner:
             weights |= learned
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
         weights |= found.weights[0]
-        changed = tuning.changed_fraction([tunable.weights], [weights])
+        changed = changed_fraction([tunable.weights], [weights])
         return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
 
     def _tune_before(
@@ -114,7 +117,7 @@ class BlockTuner:
         context, quantization = self.context, self.context.settings
         settings, layout = quantization.tuning.blocks, replace(tunable.layout, groups=unit.groups)
         weights = {p.name: tunable.weights[p.name] for p in layout.projections}
-        pairs = tuning.SegmentPairs(
+        pairs = SegmentPairs(
             inputs,
             unit.targets,
             batch_size=settings.batch_size,
@@ -122,12 +125,12 @@ class BlockTuner:
             seed=training.block,
             world=context.world,
         )
-        learned = tuning.recipe(quantization, tunable.block, layout)
-        found = tuning.tune(
+        learned = recipe(quantization, tunable.block, layout)
+        found = tune(
             [replace(tunable, layout=layout, weights=weights)],
             pairs,
-            loss=tuning.output_error(unit.run),
-            rates=tuning.LearningRates(
+            loss=output_error(unit.run),
+            rates=LearningRates(
                 cast(float, settings.integer_rate),
                 cast(float, settings.scale_rate),
                 settings.bias_rate,

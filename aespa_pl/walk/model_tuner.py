@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aespa_pl import tuning
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import DTYPES
@@ -26,11 +25,16 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import read_tensors, write_tensors
-from aespa_pl.tuning import TunableBlock, Tuned
+from aespa_pl.tuning.data import SegmentPairs
+from aespa_pl.tuning.losses import divergence
 from aespa_pl.tuning.moving import Moves, moved
 from aespa_pl.tuning.streamed import TrainableStream
-from aespa_pl.tuning.training import STATE
+from aespa_pl.tuning.training import STATE, LearningRates
+from aespa_pl.tuning.tune import Tuned, changed_fraction, tune, tune_streamed
 from aespa_pl.tuning.weights import (
+    EVERYTHING,
+    SCALES,
+    TunableBlock,
     merged,
     parametrize_block,
     parametrize_vectors,
@@ -65,7 +69,7 @@ class ModelTuner:
         streamed = settings.blocks == "disk"
         name = "model, blocks on disk" if streamed else "model"
         training = Training(count, name, "end_to_end", processes=world.size)
-        pairs = tuning.SegmentPairs(
+        pairs = SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
             batch_size=settings.batch_size,
@@ -77,7 +81,7 @@ class ModelTuner:
         pretrained = context.quantized_stem.pretrained
         model = pretrained.skeleton()
         pretrained.load_stem(model, context.device, torch.float32)
-        rates = tuning.LearningRates(
+        rates = LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),
             settings.bias_rate,
@@ -88,9 +92,9 @@ class ModelTuner:
             moves = Moves(context.run.moved_folder, rates.of_latent, world, self._saved)
         with source.stem():
             train = partial(
-                tuning.tune_streamed if streamed else tuning.tune,
+                tune_streamed if streamed else tune,
                 pairs=pairs,
-                loss=tuning.divergence(partial(source.family.head, source.model), one_by_one=streamed),
+                loss=divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 checkpoint=world.from_first(partial(self._checkpoint, training, moves, pairs.steps)),
@@ -136,7 +140,7 @@ class ModelTuner:
         indices, file = range(self.context.source.block_count), self.context.run.block_file
         found = train(
             [self._block(model, index, load_file(file(index))) for index in indices],
-            recipe=tuning.EVERYTHING if self.context.settings.tuning.model.integer_rate else tuning.SCALES,
+            recipe=EVERYTHING if self.context.settings.tuning.model.integer_rate else SCALES,
             model=model,
             outside=self._outside(model),
             recompute=self.context.recompute,
@@ -158,7 +162,7 @@ class ModelTuner:
             shells[index] = copy.deepcopy(empty)
             tunable = self._block(model, index, stored)
             shells[index] = empty  # so that the model doesn't hold what was read
-            parametrize_block(tunable, tuning.SCALES if moves is None else tuning.EVERYTHING)
+            parametrize_block(tunable, SCALES if moves is None else EVERYTHING)
             return tunable.block
 
         file = self.context.run.block_file
@@ -171,7 +175,7 @@ class ModelTuner:
                 before = self._weights(index, load_file(file(index)))
                 on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
                 size = sum(q.integers.numel() for q in before.values())
-                changed += tuning.changed_fraction([before], [on_host]) * size
+                changed += changed_fraction([before], [on_host]) * size
                 count += size
                 remove_parametrizations(block)
                 learned |= self._vectors(block, source.family.block_prefix(index))

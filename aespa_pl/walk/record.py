@@ -17,7 +17,7 @@ from aespa_pl.measure import duration
 from aespa_pl.models.family import BlockLayout, Role
 from aespa_pl.run.schema import BlockRecord, TuningRecord
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.tuning import Tuned
+from aespa_pl.tuning.tune import Tuned
 from aespa_pl.walk.collect import Streams
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from aespa_pl.run.folder import block_curves
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.storage.files import remove_leftovers, write_tensors
-from aespa_pl.tuning import Tuned
+from aespa_pl.tuning.tune import Tuned
 from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, restore, stored_types

@@ -12,9 +12,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import EVERYTHING, LearningRates, RunBlock, Tuned
-from aespa_pl.tuning.losses import Loss, output_error
-from aespa_pl.tuning.weights import Recipe
+from aespa_pl.tuning.losses import Loss, RunBlock, output_error
+from aespa_pl.tuning.training import LearningRates
+from aespa_pl.tuning.tune import Tuned
+from aespa_pl.tuning.weights import EVERYTHING, Recipe
 from tests import massive
 from tests.tuning.tuned import RATES, Example, quantize, tune_block
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from aespa_pl.errors import UserError
 from aespa_pl.storage.batches import BatchesOnDisk
-from aespa_pl.tuning import SegmentPairs
-from aespa_pl.tuning.data import EpochOrder
+from aespa_pl.tuning.data import EpochOrder, SegmentPairs
 
 
 def stream(count: int, first: int = 0) -> list[Tensor]:

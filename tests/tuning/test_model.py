@@ -9,16 +9,11 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import (
-    EVERYTHING,
-    SCALES,
-    LearningRates,
-    SegmentPairs,
-    TunableBlock,
-    Tuned,
-    divergence,
-    tune,
-)
+from aespa_pl.tuning.data import SegmentPairs
+from aespa_pl.tuning.losses import divergence
+from aespa_pl.tuning.training import LearningRates
+from aespa_pl.tuning.tune import Tuned, tune
+from aespa_pl.tuning.weights import EVERYTHING, SCALES, TunableBlock
 from tests.models.examples import make_ids, make_model
 from tests.tuning.test_block import KilledError, SaveAndDie
 from tests.tuning.tuned import HELD_BACK, SEGMENTS, quantize, silent_trainer

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.tuning import LearningRates
 from aespa_pl.tuning.omniquant import HeadMatrices
+from aespa_pl.tuning.training import LearningRates
 from aespa_pl.tuning.weights import recipe
 from tests.tuning.test_block import held_back_error
 from tests.tuning.tuned import Example, tune_block

@@ -8,8 +8,8 @@ import torch
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import LearningRates
 from aespa_pl.tuning.parametrization import RoundingPenalty, UpOrDown
+from aespa_pl.tuning.training import LearningRates
 from aespa_pl.tuning.weights import Recipe
 from tests.tuning.tuned import Example, quantize, tune_block
 

@@ -13,8 +13,11 @@ from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import EVERYTHING, LearningRates, SegmentPairs, TunableBlock, Tuned, output_error, tune
-from aespa_pl.tuning.weights import Recipe
+from aespa_pl.tuning.data import SegmentPairs
+from aespa_pl.tuning.losses import output_error
+from aespa_pl.tuning.training import LearningRates
+from aespa_pl.tuning.tune import Tuned, tune
+from aespa_pl.tuning.weights import EVERYTHING, Recipe, TunableBlock
 from tests.models.examples import make_ids, make_model
 
 SEGMENTS, HELD_BACK = 10, 0.2

@@ -7,7 +7,8 @@ from torch import nn
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.family import BlockLayout, InputGroup, Projection
-from aespa_pl.tuning import TunableBlock, Tuned
+from aespa_pl.tuning.tune import Tuned
+from aespa_pl.tuning.weights import TunableBlock
 from aespa_pl.walk.block_tuner import read_unit, write_unit
 from tests.walks import walk
 
