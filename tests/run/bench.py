@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,19 @@ def check(bench: Bench, name: str, outcome: Outcome, whole: dict[str, bytes]) ->
     assert (run / "metrics.json").is_file()
     assert not (run / "checkpoints").exists()
     assert not list(run.glob(".*"))
+
+
+def kill_at_each(bench: Bench, name: str, moments: Sequence[str], *options: str) -> None:
+    """Kill a run when the first of some files has just appeared, go on until the next one does, and so on."""
+    kills = 0
+    for when in moments:
+        outcome = bench.fit(name, *LAST, *options, number=signal.SIGKILL, when=f"*/{when}")
+        # a file that was renamed or gone before it was seen: then the run goes on to its end
+        assert outcome.status in (-signal.SIGKILL, 0), f"{when}: {outcome.text}"
+        kills += outcome.status == -signal.SIGKILL
+        if outcome.status == 0:
+            break
+    assert kills > len(moments) / 2
 
 
 def copied(stopped: Path, bench: Bench, name: str) -> Path:

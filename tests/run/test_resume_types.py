@@ -1,14 +1,12 @@
 """A run in block types of llama.cpp that was killed goes on, and ends with the same bytes."""
 
-import signal
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.export.configurations import llama
 from tests.forks import Forks
-from tests.run.bench import LAST, Bench, check, flip, results
+from tests.run.bench import LAST, Bench, check, flip, kill_at_each, results
 from tests.walks import save_with_words, shortened
 
 TYPES = (
@@ -43,12 +41,7 @@ def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(bench: Bench)
     assert outcome.status == 0, outcome.text
     whole = results(bench.run_of("whole"))
     assert "blocks/stem.safetensors" in whole
-    kills = 0
-    for when in MOMENTS:
-        outcome = bench.fit("killed", *LAST, *TYPES, number=signal.SIGKILL, when=f"*/{when}")
-        assert outcome.status in (-signal.SIGKILL, 0), f"{when}: {outcome.text}"
-        kills += outcome.status == -signal.SIGKILL
-    assert kills > len(MOMENTS) / 2  # a file may be renamed before it is seen
+    kill_at_each(bench, "killed", MOMENTS, *TYPES)
     check(bench, "killed", bench.fit("killed", *LAST, *TYPES), whole)
     flip(bench.run_of("killed") / "blocks/stem.safetensors")
     check(bench, "killed", bench.fit("killed", *LAST, *TYPES), whole)  # embedding and head are made again

@@ -1,7 +1,6 @@
 """Tuning in a walk: what is stored is what was evaluated, on streams that are the model's own."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.resolve import resolved
 from tests import massive, walks
+from tests.walk.by_hand import Walked
 from tests.walks import SEGMENTS, Quantized, walk
 
 HELD = 2
@@ -35,7 +35,6 @@ LEARNED = {"tuning.model.epochs": 6, "tuning.model.integer_rate": 0.08}
 """So that the integers move in the end-to-end tuning as well."""
 ROUNDED = {"method": "rtn"}
 NEAREST = ROUNDED | {"tuning.blocks.enabled": False}
-Walked = Callable[..., Quantized]
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -78,20 +77,6 @@ def divergence(found: Quantized) -> float:
             m(found.ids[-HELD:]).logits.double().log_softmax(-1) for m in (found.original, found.exported())
         )
     return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
-    """Does the walks that several tests look at, each once."""
-    done: dict[str, Quantized] = {}
-
-    def get(name: str, changes: dict[str, Any]) -> Quantized:
-        key = f"{name} {changes}"
-        if key not in done:
-            done[key] = walk(name, tmp_path_factory.mktemp(name), changes)
-        return done[key]
-
-    return get
 
 
 @pytest.mark.parametrize(
