@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aespa_pl.evaluation.perplexity import divergence, summary
-from tests.evaluation.test_perplexity import open_stream
 from tests.models.examples import make_ids, make_model, save
+from tests.models.test_streamed import open_stream
 
 
 def distributions(model: PreTrainedModel, ids: Tensor) -> list[list[float]]:

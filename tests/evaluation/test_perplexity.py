@@ -18,20 +18,11 @@ from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import VOCABULARY, make_ids, make_model, save
+from tests.models.test_streamed import make, open_stream
 
 SEGMENTS = 5
 CLOSE = 1e-4
 """Relative tolerance: logits are float32, and the largest perplexities here are exp(20)."""
-
-
-def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
-    pretrained = PretrainedFolder.open(folder)
-    return StreamedModel.open(pretrained, torch.device("cpu"), dtype)
-
-
-def make(name: str, folder: Path) -> tuple[PreTrainedModel, StreamedModel]:
-    model = make_model(name, torch.float32)
-    return model, open_stream(save(model, folder))
 
 
 def token_losses(model: PreTrainedModel, ids: Tensor) -> list[float]:

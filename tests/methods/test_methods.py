@@ -182,24 +182,20 @@ def test_a_false_of_the_user_is_no_null() -> None:
     assert resolved(found) == found
 
 
-def test_zeta_without_a_search_is_refused() -> None:
-    settings = QuantizationSettings(method="zfold", grid=GridSettings(search=False))
-    with pytest.raises(UserError, match=r"grid.zfold is true and .*search is false \(method zfold"):
-        resolved(settings)
-
-
-def test_exhaustive_search_without_a_search_is_refused() -> None:
-    settings = QuantizationSettings(method="rtn", grid=GridSettings(exhaustive=True))
-    with pytest.raises(UserError, match=r"grid.exhaustive is true and .*false \(method rtn"):
-        resolved(settings)
-
-
-def test_awq_without_a_search_or_with_another_zeta_is_refused() -> None:
-    settings = QuantizationSettings(method="awq", grid=GridSettings(search=False))
-    with pytest.raises(UserError, match=r"grid.awq is true and .*search is false \(method awq"):
-        resolved(settings)
-    with pytest.raises(UserError, match=r"grid.awq and .*grid.zfold are both true \(method awq"):
-        resolved(changed({"grid.search": None, "grid.zfold": True}, settings))
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("zfold", {"grid.search": False}, "grid.zfold is true and .*search is false"),
+        ("rtn", {"grid.exhaustive": True}, "grid.exhaustive is true and .*false"),
+        ("awq", {"grid.search": False}, "grid.awq is true and .*search is false"),
+        ("awq", {"grid.zfold": True}, "grid.awq and .*grid.zfold are both true"),
+    ],
+)
+def test_parts_of_a_search_that_do_not_go_are_refused(
+    method: str, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=rf"{message} \(method {method}"):
+        resolved(changed(changes, QuantizationSettings(method=method)))
 
 
 @pytest.mark.parametrize("method", ["omniquant", "affinequant"])
