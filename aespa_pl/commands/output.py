@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import TextTable, known, result_table, with_others
+from aespa_pl.evaluation.table import TextTable, known, left_out, result_table, with_others
 from aespa_pl.run.schema import Measured
 from aespa_pl.storage.files import write_json, write_text
 
@@ -55,7 +55,10 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
     earlier = known(Measured, folder / "test.json", notes, "it is written anew")
     for note in notes:
         log.warning("%s", note)
-    everything = with_others(metrics, earlier.model_dump(exclude_defaults=True) if earlier else {})
+    before = earlier.model_dump(exclude_defaults=True) if earlier else {}
+    for words in left_out(metrics, before):
+        log.warning("test.json had %s", words)
+    everything = with_others(metrics, before)
     try:
         write_json(folder / "test.json", everything)
         write_text(folder / "test.md", result_table(everything, method).markdown())

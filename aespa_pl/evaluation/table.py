@@ -16,6 +16,8 @@ ABSENT = "-"
 SPECIAL = re.compile(r"[\\`*|\[\]~]")
 """Characters with a meaning in Markdown, beside those of HTML."""
 GB = 10**9
+OF_TEXTS = {"perplexity": "perplexity", "divergence": "KL divergence"}
+"""Sections of the metrics that are of texts, and their names in sentences."""
 SECTIONS = ("perplexity", "divergence", "tasks", "size", "test_seconds")
 """Sections of the metrics that have columns, in their order."""
 
@@ -118,14 +120,12 @@ def with_others(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
     be empty.
     """
     own, other = metrics.get("tokens", {}), others.get("tokens", {})
-    sections = ("perplexity", "divergence")
-    texts = {text for name in sections for values in metrics.get(name, {}).values() for text in values}
-    differ = {text for text in texts if other.get(text) != own.get(text, other.get(text))}
+    differ = _differing(metrics, others)
     joined = {**others, **metrics}
     if own or other:
         joined["tokens"] = {**other, **own}
-    for section in (*sections, "tasks", "size"):
-        left_out = differ if section in sections else set()
+    for section in (*OF_TEXTS, "tasks", "size"):
+        left_out = differ if section in OF_TEXTS else set()
         kinds = {}
         for kind in KINDS:
             first, more = (found.get(section, {}).get(kind, {}) for found in (metrics, others))
@@ -135,3 +135,25 @@ def with_others(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
         else:
             joined.pop(section, None)
     return joined
+
+
+def _differing(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:
+    """Return the texts of ``metrics`` that ``others`` have, or may have, measured on other tokens."""
+    own, other = metrics.get("tokens", {}), others.get("tokens", {})
+    texts = {text for name in OF_TEXTS for values in metrics.get(name, {}).values() for text in values}
+    return {text for text in texts if other.get(text) != own.get(text, other.get(text))}
+
+
+def left_out(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
+    """Yield words on each text that ``with_others`` leaves out of ``others``, and on what that loses."""
+    for text in sorted(_differing(metrics, others)):
+        kinds = {name: others.get(section, {}).values() for section, name in OF_TEXTS.items()}
+        if lost := [name for name, values in kinds.items() if any(text in each for each in values)]:
+            where = segments_in_words(others.get("tokens", {}).get(text))
+            yield f"{printable(text)} on other tokens ({where}): their {' and '.join(lost)} are dropped"
+
+
+def segments_in_words(tokens: str | None) -> str:
+    """Return how many segments a text was measured on, from what ``tokens`` of the metrics say of it."""
+    shape = re.match(r"\((\d+), (\d+)\)", tokens or "")
+    return f"{shape[1]} segments of {shape[2]} tokens" if shape else "an unknown number of segments"

@@ -1,7 +1,12 @@
 """What a test measures later is added to a run's own numbers, and never mixes two protocols."""
 
+import logging
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from aespa_pl.commands.output import store
 from aespa_pl.evaluation.table import with_others
 
 FITTED: dict[str, Any] = {
@@ -61,3 +66,26 @@ def test_nothing_measured_stays_nothing() -> None:
     assert with_others({}, {}) == {}
     assert with_others({}, {"tasks": {}}) == {}
     assert with_others(FITTED, {}) == with_others({}, FITTED) == FITTED
+
+
+def test_a_later_test_on_other_tokens_says_what_it_drops(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    distance = {"mean": 0.1, "rare": 1.0, "same_top": 0.9}
+    first = {
+        "perplexity": {"quantized": {"a": 13.0, "b": 14.0}},
+        "divergence": {"quantized": {"a": distance}},
+        "tokens": {"a": "(16, 64) 1", "b": "(4, 64) 2"},
+    }
+    again = {
+        "perplexity": {"quantized": {"a": 12.0, "b": 14.0}},
+        "tokens": {"a": "(4, 64) 3", "b": "(4, 64) 2"},
+    }
+    with caplog.at_level(logging.WARNING):
+        store(tmp_path, first, "rtn")
+        assert caplog.messages == []
+        store(tmp_path, again, "rtn")
+    assert caplog.messages == [
+        "test.json had a on other tokens (16 segments of 64 tokens): their perplexity and KL divergence "
+        "are dropped"
+    ]
