@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 
 from aespa_pl.errors import printable
-from aespa_pl.evaluation.table import markdown, measured, result_table
+from aespa_pl.evaluation.table import markdown, measured, result_table, segments_in_words
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.paths import expanded
@@ -57,7 +57,7 @@ def model_card(
         f"{base} quantized with aespa_pl {model.run.fingerprint.get('version of aespa-pl')}.",
         f"Licence of the base model: {markdown(licence or stated)}.",
         f"## Method\n\n{_method(model, chosen)}",
-        f"## Perplexity\n\n{_perplexities(model.run)}",
+        f"## Perplexity\n\n{_perplexities(model.run).rstrip()}",
         *([f"Beside the original, on a text that comes with aespa_pl: {beside}."] if beside else []),
         f"## How it was made\n\n{_commands(model, command)}",
         f"## How to load it\n\n{_uses(chosen.name, verified)}",
@@ -119,11 +119,15 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
 
 def _commands(model: QuantizedModel, command: str) -> str:
     """Return the settings and the commands; folders of this machine mean nothing to others."""
-    data, origin = model.settings.data.calibration, model.settings.model
+    data, held_out = model.settings.data.calibration, model.settings.data.evaluation
+    origin, texts = model.settings.model, [_public_name(text) for text in held_out.names]
     settings = {
         "model": {"revision": origin.revision, "dtype": origin.dtype},
         "quantization": asdict(model.quantization),
-        "data": {"calibration": {**asdict(data), "source": public_source(data.source)}},
+        "data": {
+            "calibration": {**asdict(data), "source": public_source(data.source)},
+            "evaluation": {**asdict(held_out), "texts": texts},
+        },
     }
     text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only
     name = shlex.quote(printable(_public_name(origin.pretrained)))
@@ -141,7 +145,11 @@ def _perplexities(run: Run) -> str:
         kind: {names[text]: value for text, value in values.items()} for kind, values in measurements.items()
     }
     table = result_table({"perplexity": perplexities})
-    return table.markdown().rstrip() if table.rows else "Not measured."
+    if not table.rows:
+        return "Not measured."
+    tokens = metrics.get("tokens", {})
+    on = [f"{segments_in_words(tokens[text])} of {markdown(names[text])}" for text in names if text in tokens]
+    return table.markdown() + (f"\nMeasured on {', '.join(on)}." if on else "")
 
 
 def _uses(name: str, verified: Mapping[str, str]) -> str:

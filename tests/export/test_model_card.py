@@ -88,6 +88,30 @@ def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(fresh: Known,
     assert table in card(tmp_path / "out")[1]
 
 
+def test_perplexities_come_with_their_protocol(fresh: Known, tmp_path: Path) -> None:
+    """Its numbers and its settings say the same, so that the card's own command measures the same texts."""
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    held_out = {"texts": ["embedded", "/mine/x.txt"], "max_segments": 4, "segment_length": 64}
+    settings["data"]["evaluation"] = held_out
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    metrics = {
+        "perplexity": {"original": {"embedded": 10.0, "x.txt": 20.0, "older": 30.0}},
+        "tokens": {"embedded": "(4, 64) 1", "x.txt": "(3, 64) 2"},
+    }
+    (fresh.folder / "metrics.json").write_text(json.dumps(metrics))
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    text = card(tmp_path / "out")[1]
+    assert (
+        "|\n\nMeasured on 4 segments of 64 tokens of embedded, 3 segments of 64 tokens of x.txt.\n\n" in text
+    )
+    made_with = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert made_with["data"]["evaluation"] == {
+        **held_out,
+        "texts": ["embedded", "x.txt"],
+        "round_to_nearest": True,
+    }
+
+
 def test_texts_of_one_file_name_keep_columns_of_their_own(fresh: Known, tmp_path: Path) -> None:
     values = {"/a/x.txt": 10.0, "/b/x.txt": 20.0}
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": values}}))
