@@ -17,15 +17,18 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.paths import expanded
 from aespa_pl.run.journal import Run
 
-LOAD = 'AutoModelForCausalLM.from_pretrained("FOLDER")'
+LOAD = """\
+from transformers import AutoModelForCausalLM  # pip install {packages}
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")"""
 USES = {
-    "hf": {"transformers": (LOAD, "python")},
+    "hf": {"transformers": (LOAD.format(packages="transformers"), "python")},
     "compressed-tensors": {
-        "transformers": (f"{LOAD}  # pip install compressed-tensors", "python"),
+        "transformers": (LOAD.format(packages="transformers compressed-tensors"), "python"),
         "vllm": ("vllm serve FOLDER", "sh"),
     },
     "awq": {"vllm": ("vllm serve FOLDER", "sh")},
-    "gptq": {"gptqmodel": (f"{LOAD}  # pip install gptqmodel optimum", "python")},
+    "gptq": {"gptqmodel": (LOAD.format(packages="transformers gptqmodel optimum"), "python")},
     "gguf": {"llama.cpp": ('llama-completion -m FOLDER/model.gguf -p "Once upon a time"', "sh")},
 }
 """Code that loads a folder, and its language, by format and engine."""

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -36,6 +37,10 @@ def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: 
         "Beside the original, on a text that comes with aespa_pl: KL ",
     ):
         assert part in text
+    load = text.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(load.replace("FOLDER", str(tmp_path / "out")), names)  # as it would be pasted
+    assert names["model"].config.model_type == "llama"
     assert "vllm serve" not in text  # it was not run
 
 
