@@ -140,8 +140,12 @@ def with_others(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
 def _differing(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:
     """Return the texts of ``metrics`` that ``others`` have, or may have, measured on other tokens."""
     own, other = metrics.get("tokens", {}), others.get("tokens", {})
-    texts = {text for name in OF_TEXTS for values in metrics.get(name, {}).values() for text in values}
-    return {text for text in texts if other.get(text) != own.get(text, other.get(text))}
+    return {text for text in texts_in(metrics) if other.get(text) != own.get(text, other.get(text))}
+
+
+def texts_in(metrics: Mapping[str, Any]) -> set[str]:
+    """Return the texts that have a perplexity or a divergence."""
+    return {text for name in OF_TEXTS for values in metrics.get(name, {}).values() for text in values}
 
 
 def left_out(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:

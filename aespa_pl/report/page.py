@@ -11,7 +11,15 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aespa_pl import __version__
-from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
+from aespa_pl.evaluation.table import (
+    ABSENT,
+    KINDS,
+    OF_TEXTS,
+    TextTable,
+    joined_results,
+    segments_in_words,
+    texts_in,
+)
 from aespa_pl.measure import duration, human
 from aespa_pl.report import maps
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, saved, style
@@ -169,10 +177,34 @@ def _gain(tuning: TuningRecord) -> float:
 def result_table(runs: Sequence[StoredRun]) -> TextTable:
     """Return what was measured, a row for each model."""
     measured = []
-    for run in runs:
+    for run, metrics in zip(runs, _texts_apart([run.metrics for run in runs]), strict=True):
         before = f"{run.name}, " if len(runs) > 1 else ""
-        measured.append((run.metrics, {kind: before + words for kind, words in KINDS.items()}))
+        measured.append((metrics, {kind: before + words for kind, words in KINDS.items()}))
     return joined_results(measured)
+
+
+def _texts_apart(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metrics of runs; a text measured on different tokens has a name for each of them."""
+    found: dict[str, dict[str | None, str]] = {}  # segments in words by tokens, by text
+    for metrics in measured:
+        for text in texts_in(metrics):
+            tokens = metrics.get("tokens", {}).get(text)
+            found.setdefault(text, {})[tokens] = segments_in_words(tokens)
+
+    def name(text: str, tokens: str | None) -> str:
+        if len(found[text]) == 1:
+            return text
+        words, all_words = found[text][tokens], [*found[text].values()]
+        number = f", set {[*found[text]].index(tokens) + 1}" if all_words.count(words) > 1 else ""
+        return f"{text} ({words}{number})"
+
+    def renamed(metrics: Mapping[str, Any], section: str) -> dict[str, dict[str, Any]]:
+        tokens, kinds = metrics.get("tokens", {}), metrics.get(section, {}).items()
+        return {kind: {name(t, tokens.get(t)): x for t, x in values.items()} for kind, values in kinds}
+
+    return [
+        {**metrics, **{section: renamed(metrics, section) for section in OF_TEXTS}} for metrics in measured
+    ]
 
 
 def differences(runs: Sequence[StoredRun]) -> TextTable:

@@ -119,6 +119,30 @@ def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_p
     assert table == result_table(metrics)
 
 
+def test_a_text_measured_on_different_tokens_has_a_column_for_each(tmp_path: Path) -> None:
+    """Perplexities of one column are comparable; runs of older versions do not say what theirs is of."""
+    tokens, runs = ("(4, 64) 1", "(16, 64) 2", "(4, 64) 3", None, "(4, 64) 1"), []
+    for number, of_t in enumerate(tokens):
+        folder = simulate(tmp_path / f"run_{number}/version_0", 1, extras=False)
+        metrics = {
+            "perplexity": {"quantized": {"t": 10.0, "u": 5.0}},
+            "tokens": {"t": of_t, "u": "(4, 64) 9"},
+        }
+        if of_t is None:
+            metrics = {"perplexity": {"quantized": {"t": 10.0}}}
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+        runs.append(read_run(folder))
+    table = page.result_table(runs)
+    assert table.head == [
+        "", "perplexity, t (4 segments of 64 tokens, set 1)", "perplexity, u",
+        "perplexity, t (16 segments of 64 tokens)", "perplexity, t (4 segments of 64 tokens, set 3)",
+        "perplexity, t (an unknown number of segments)",
+    ]  # fmt: skip
+    columns = [row.index("10.000") for row in table.rows]
+    assert columns == [1, 3, 4, 5, 1]
+    assert page.result_table(runs[:1]).head == ["", "perplexity, t", "perplexity, u"]
+
+
 def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 3)
     path = folder / "journal.json"
