@@ -34,16 +34,10 @@ from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DESCRIPTION
+from aespa_pl.run.schema import DESCRIPTION, PHASES
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
-
-PHASES = (
-    "statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "writing", "forward",
-    "tuning the model",
-)  # fmt: skip
-"""Phases whose seconds the journal has, of each block and at the end of the model, in their order."""
 
 
 def fit(

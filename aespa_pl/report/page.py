@@ -24,7 +24,7 @@ from aespa_pl.measure import duration, human
 from aespa_pl.report import maps
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, saved, style
 from aespa_pl.report.stored import StoredRun
-from aespa_pl.run.schema import TuningRecord
+from aespa_pl.run.schema import PHASES, TuningRecord
 
 SIZES = (
     (-0.01, "has a lower perplexity than the original"),
@@ -35,6 +35,9 @@ SIZES = (
     (np.inf, "is far worse than the original"),
 )
 """Words on the result, each with the largest rise of the perplexity that it is said of."""
+
+SHORTEST = 1e-3
+"""Seconds of a phase in which nothing was done, at most."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
         tunings=tunings,
         differences=differences(runs),
         results=result_table(runs),
-        costs=replace(by_key(runs, [costs_of(run) for run in runs]), numbers=True),
+        costs=costs_table(runs),
         settings=by_key(runs, [run.settings for run in runs]),
         versions=by_key(runs, [run.versions for run in runs]),
     )
@@ -215,23 +218,29 @@ def differences(runs: Sequence[StoredRun]) -> TextTable:
     return replace(table, rows=rows)
 
 
+def costs_table(runs: Sequence[StoredRun]) -> TextTable:
+    """Return what the runs cost, but for rows that none of them has."""
+    table = by_key(runs, [costs_of(run) for run in runs])
+    return replace(table, rows=[row for row in table.rows if {*row[1:]} != {ABSENT}], numbers=True)
+
+
 def costs_of(run: StoredRun) -> dict[str, str]:
-    """Return size, time by phase and memory."""
+    """Return size, time by phase and memory; each run has all phases, so that their sum comes after them."""
     blocks, tuned = run.journal.blocks.values(), run.journal.tuned
     costs = {"blocks finished": str(len(blocks))}
     if weights := run.shape.get("weights"):
         costs["quantized weights of these blocks"] = f"{weights:,.0f}"
     if bits := run.shape.get("bits_per_weight"):
         costs["bits per quantized weight, with scales"] = f"{bits:.3f}"
-    phases: dict[str, float] = {}
+    phases = dict.fromkeys(PHASES, 0.0)
     for taken in (*(record.seconds for record in blocks), tuned.seconds if tuned else {}):
         for phase, seconds in taken.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     total = sum(phases.values())
     for phase, seconds in phases.items():
-        costs[phase] = f"{duration(seconds)} ({100 * seconds / total:.0f} %)" if total else ABSENT
-    if total:
-        costs["all phases"] = duration(total)
+        worked = seconds >= SHORTEST
+        costs[phase] = f"{duration(seconds)} ({100 * seconds / total:.0f} %)" if worked else ABSENT
+    costs["all phases"] = duration(total) if total else ABSENT
     if seconds := run.metrics.get("seconds", {}).get("quantization"):
         costs["quantization, wall clock"] = duration(seconds)
     peaks = [*(record.peak_bytes for record in blocks), run.metrics.get("peak_bytes", {})]

@@ -9,6 +9,11 @@ from aespa_pl.algorithm.grid_types import TYPES
 
 DESCRIPTION = "quantization.json"  # file in the folder of a quantized model that says how it was made
 FORMAT = 2  # of the journal
+PHASES = (
+    "statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "writing", "forward",
+    "tuning the model",
+)  # fmt: skip
+"""Phases whose seconds the journal has, of each block and at the end of the model, in their order."""
 
 
 class Strict(BaseModel):

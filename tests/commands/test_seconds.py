@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import aespa_pl
-from aespa_pl.commands.fit import PHASES, phase_seconds
+from aespa_pl.commands.fit import phase_seconds
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import TuningRecord
+from aespa_pl.run.schema import PHASES, TuningRecord
 
 FOUND = TuningRecord(start_error=0.2, error=0.1, epoch=1, changed=0.0, finite=True)
 

@@ -193,6 +193,24 @@ def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     assert costs["blocks finished"] == "2"
 
 
+def test_costs_of_runs_have_their_sum_after_all_phases_and_no_phase_without_work(tmp_path: Path) -> None:
+    seconds = ({"grid": 3.0, "rounding": 1e-5}, {"grid": 3.0, "rounding": 2e-5, "tuning": 9.0, "polish": 4.0})
+    folders = [simulate(tmp_path / f"run_{n}/version_0", 1, extras=False) for n in (0, 1)]
+    for folder, of_block in zip(folders, seconds, strict=True):
+        journal = json.loads((folder / "journal.json").read_text())
+        journal["blocks"]["0"]["seconds"] = of_block
+        (folder / "journal.json").write_text(json.dumps(journal))
+    rows = {row[0]: row[1:] for row in page.costs_table([*map(read_run, folders)]).rows}
+    shown = list(rows)
+    assert shown[shown.index("grid") : shown.index("all phases") + 1] == [
+        "grid",
+        "polish",
+        "tuning",
+        "all phases",
+    ]
+    assert rows["tuning"] == ["-", "9.0 s (56 %)"]
+
+
 def test_names_with_dollars_and_html_are_shown_as_they_are(tmp_path: Path) -> None:
     """A dollar sign begins a formula for matplotlib, and < a tag for a browser."""
     hostile = "a$\\frac{$<img src=x onerror=alert(1)>"
