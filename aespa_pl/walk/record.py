@@ -107,11 +107,11 @@ def tuning(found: Tuned) -> TuningRecord:
     return TuningRecord(**known | errors)
 
 
-def tuning_curves(found: Tuned) -> dict[str, float]:
-    """Return what a tuning found as points of curves over the blocks; the model is after the last."""
+def tuning_curves(found: Tuned, measure: str = "error") -> dict[str, float]:
+    """Return what a tuning found as points of curves; ``measure`` names what its errors are."""
     return {
-        "tuning/error_before": found.start_error,
-        "tuning/error_after": found.error,
+        f"tuning/{measure}_before": found.start_error,
+        f"tuning/{measure}_after": found.error,
         "tuning/changed": found.changed,
     }
 

@@ -196,7 +196,7 @@ class Walk:
             tuned = tuner.tune(tokens, streams.original)
         if context.world.is_first:
             context.run.finish_tuning(record.tuning(tuned), {phase: seconds()[phase]})
-        self._log(record.tuning_curves(tuned), context.source.block_count)
+        self._log(record.tuning_curves(tuned, "divergence"), context.source.block_count)
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
     def _tell_of_block(self, index: int, found: Quantized, seconds: Mapping[str, float]) -> None:
