@@ -162,12 +162,14 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     host = f"hidden states: {stream} a stream, {setup.data.hidden_states}"
     host += ", and all that the device needs" if setup.on_cpu else ""
     on_device = f"{setup.device.type}, one block at a time"
-    estimate = f"estimate, without evaluation, at {human(needs.rate, 'FLOP/s')} of a device"
+    which = "this CPU" if setup.on_cpu and devices.count == 1 else "a device"
+    estimate = f"estimate, without evaluation, at {human(needs.rate, 'FLOP/s')} of {which}"
     if devices.count > 1:
         host += f"; {devices.of_host} processes"
         on_device += f", each of {devices.count}"
         estimate += f"; {devices.count} devices, without what they send each other"
-    device = needs.device.items()
+    learns = any(setup.quantization.learns(attention=each) for each in (True, False))
+    device = [(phase, size) for phase, size in needs.device.items() if learns or phase != "rounding"]
     on_disk = setup.quantization.tuning.model.blocks == "disk"
     where = {"tuning of the model": ", blocks on disk"} if on_disk else {}
     largest = max(needs.waiting, key=needs.waiting.__getitem__)

@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aespa_pl.planning.estimate import LEARNED, OF_COLUMN, OF_HEAD, block_flops, needs_of, product_rate
+from aespa_pl.planning.estimate import (
+    LEARNED,
+    OF_COLUMN,
+    OF_HEAD,
+    block_flops,
+    needs_of,
+    product_rate,
+    rows_of,
+)
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup
@@ -83,3 +91,14 @@ def test_an_accelerator_waits_for_columns_and_heads_however_fast_it_is() -> None
     heads = s.layout.key_value_heads
     assert gpu["statistics"] == pytest.approx(OF_HEAD * heads * batches * s.blocks)
     assert gpu["polish"] == 0
+
+
+def test_the_table_names_the_cpu_and_the_rounding_only_where_it_is_learned() -> None:
+    for method, learned in (("aespa-fast", False), ("aespa", True)):
+        settings = resolved(QuantizationSettings(method=method))
+        needs = needs_of(Setup(shape(), WORK, DATA, settings, torch.device("cpu")), stored_bytes=2, rate=1e9)
+        rows = rows_of(needs)
+        assert any(words.startswith("rounding") for _, _, words in rows) is learned
+        (most,) = [size for what, size, _ in rows if what == "device memory"]
+        assert [size for what, size, _ in rows].count(most) >= 2  # the phase that needs most is among them
+        assert "estimate, without evaluation, at 1.0 GFLOP/s of this CPU" in [words for _, _, words in rows]
