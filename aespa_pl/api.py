@@ -112,14 +112,19 @@ def quantize(
     if isinstance(model, PreTrainedModel):
         with quiet():
             model = keep_model(inputs, model, tokenizer)
+    elif not isinstance(model, str | Path):
+        what = type(model).__name__
+        raise UserError(f"model is a {what}: expected a name, a folder, or a transformers model in memory")
     elif tokenizer is not None:
         raise UserError("tokenizer is given, but the model's folder has one: leave it out")
-    given = given.then(
-        Option("model.pretrained", str(model)),
-        *_texts(inputs, "calibration", "source", calibration),
-        *_texts(inputs, "evaluation", "texts", evaluation),
-    )
-    return _fit(given, progress=progress)
+    texts = _texts(inputs, "calibration", "source", calibration)
+    texts += _texts(inputs, "evaluation", "texts", evaluation)
+    sections = {option.key: option.value for option in options}  # what data= says of them
+    for key, value, _ in texts:
+        if (other := sections.get(key, value)) != value:
+            name = key.split(".")[1]
+            raise UserError(f"{key} is {other}, but the keyword {name} gives {value}: leave one of them out")
+    return _fit(given.then(Option("model.pretrained", str(model)), *texts), progress=progress)
 
 
 def resume(folder: str | Path, *, trust: bool = False, progress: bool = True) -> QuantizedRun:

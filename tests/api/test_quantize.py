@@ -152,6 +152,18 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         ({"calibration": torch.zeros(3)}, r"calibration has the shape \[3\] and the type torch\.fl"),
         ({"calibration": "One line.\nAnother."}, r"give texts in memory as a list of them"),
         ({"calibration": {"source": "a long text " * 99, "segment_length": 9}}, r"File name too long"),
+        (
+            {"data": {"calibration": {"segments": 100}}},
+            r"calibration\.segments is 100, but the keyword calibration gives 4: leave one of them out$",
+        ),
+        (
+            {"calibration": "embedded", "data.calibration.source": "c4"},
+            r"source is c4, but .* gives embedded",
+        ),
+        (
+            {"evaluation": "embedded", "data": {"evaluation": {"texts": ["c4"]}}},
+            r'texts is \["c4"\], but the k',
+        ),
         ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
         ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),
         ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),
@@ -164,6 +176,14 @@ def test_mistakes_are_one_line(given: dict[str, Any], message: str, tmp_path: Pa
         call(tmp_path, **given)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("runs/aespa/version_*"))
+
+
+def test_what_is_no_model_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(
+        aespa_pl.UserError, match=r"^model is a NoneType: expected a name, a folder, or a tra"
+    ):
+        aespa_pl.quantize(nothing)
 
 
 def test_texts_that_another_process_has_written_meanwhile_are_used(
