@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from aespa_pl.storage.files import checksum, disk_errors, write_json, write_tens
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
 OF_CALL = ("tokenizer", "calibration", "evaluation", "config", "progress")  # as in the signature
+OF_COMMAND = re.compile(rf"--(?=(?:{'|'.join((*SECTIONS, FREE))})\.)")
+"""Matches the dashes before a key in messages of the command line."""
 KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
 
 
@@ -196,6 +199,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
             run, metrics = application.quantize(parsed, interruption, console)
     except (UserError, PeerLostError, OSError) as error:
         words = system_words(error) if isinstance(error, OSError) else str(error)
+        words = OF_COMMAND.sub("", words)
         raise UserError(one_line(f"{words}{_then(interruption)}")) from error
     except RunInterrupted as stop:  # it ends as a process ends that does not watch signals
         if stop.number != signal.SIGINT:

@@ -167,7 +167,7 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
         ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),
         ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),
-        ({"trainer": {"devises": 2}}, r"unrecognized arguments: --trainer\.devises=2"),
+        ({"trainer": {"devises": 2}}, r"unrecognized arguments: trainer\.devises=2"),
         ({"config": "no.yaml"}, r"there is no file no\.yaml"),
     ],
 )
