@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +50,8 @@ class QuantizedRun:
     folder: Path
     metrics: Mapping[str, Any] = field(repr=False)
     """Measurements, as in ``metrics.json``."""
+    progress: bool = field(default=True, repr=False)
+    """Whether loading the model shows a bar."""
 
     @property
     def perplexity(self) -> Mapping[str, Mapping[str, float]]:
@@ -58,7 +60,8 @@ class QuantizedRun:
 
     def model(self, **options: Any) -> PreTrainedModel:
         """Return the quantized model, its weights in floating point; options are ``from_pretrained``'s."""
-        return AutoModelForCausalLM.from_pretrained(self.folder / "model", **options)
+        with nullcontext() if self.progress else quiet():
+            return AutoModelForCausalLM.from_pretrained(self.folder / "model", **options)
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model."""
@@ -205,7 +208,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
         if stop.number != signal.SIGINT:
             signal.raise_signal(stop.number)
         raise KeyboardInterrupt(f"stopped{_then(interruption) or ': nothing was begun'}") from None
-    return QuantizedRun(run.folder.absolute(), metrics)
+    return QuantizedRun(run.folder.absolute(), metrics, progress)
 
 
 def _then(interruption: Interruption) -> str:

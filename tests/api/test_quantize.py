@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,16 @@ def test_mistakes_are_one_line(given: dict[str, Any], message: str, tmp_path: Pa
         call(tmp_path, **given)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("runs/aespa/version_*"))
+
+
+def test_a_run_without_progress_loads_its_model_without_a_bar(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = call(tmp_path, method="rtn", progress=False)
+    run.model()
+    assert capfd.readouterr() == ("", "")
+    replace(run, progress=True).model()
+    assert "Loading weights" in capfd.readouterr().err
 
 
 def test_what_is_no_model_is_refused() -> None:
