@@ -43,6 +43,7 @@ from aespa_pl.models.headers import read_header, shards
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.find import refuse_smoke_test
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
@@ -58,6 +59,7 @@ def test(
     job: Job, folder: Path, tasks: TaskSettings, progress: WalkProgress, world: World
 ) -> tuple[Run, dict[str, Any]]:
     """Measure original and quantized model; return run and metrics, which its test.json has as well."""
+    refuse_smoke_test(folder)
     run = Run.open(folder)
     model = run.model_folder
     if not run.is_of(job.pretrained.files):

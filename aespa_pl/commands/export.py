@@ -24,7 +24,7 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
 from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole, WalkProgress
-from aespa_pl.run.find import find_run
+from aespa_pl.run.find import find_run, refuse_smoke_test
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
 
@@ -77,6 +77,7 @@ def export(
     chosen = make_format(format, container_bits, embedding)
     questions = choose_engines(format, verify)
     folder = find_run(run, expanded(runs_folder), name)
+    refuse_smoke_test(folder)
     target = expanded(output).absolute() if output else folder / "export" / format
     if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
         raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")

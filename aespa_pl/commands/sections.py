@@ -17,9 +17,10 @@ from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
+from aespa_pl.run.find import SMOKE_NAME
 from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSettings
 
-SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
+SMOKE_SEGMENTS, SMOKE_ITERATIONS = 4, 10
 TRAINER_DEFAULTS = {  # that differ from Lightning's
     "accelerator": "auto",
     "devices": 1,

@@ -8,6 +8,7 @@ from aespa_pl.paths import expanded
 
 LAST = "last"  # word for the run that was worked on last
 JOURNAL = "journal.json"
+SMOKE_NAME = "_smoke_test"  # end of the names of runs of trainer.fast_dev_run, which leave no model
 GIVE = "give the folder of a run (NAME/version_N)"
 
 
@@ -39,14 +40,25 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
 
 
 def last_run(runs: Path, name: str | None = None) -> Path | None:
-    """Return the run that was worked on last, of a name or of any; None if there is none.
+    """Return the run that was worked on last, of a name or of any but smoke tests; None if there is none.
 
     Its journal was written last, even if others were begun later; at the same time, its version is highest.
     """
     pattern = f"version_*/{JOURNAL}"
     journals = (runs / name).glob(pattern) if name else runs.rglob(pattern)
+    if not name:
+        journals = (j for j in journals if not j.parents[1].name.endswith(SMOKE_NAME))
     last = max(journals, key=lambda j: (j.stat().st_mtime, version_number(j.parent)), default=None)
     return None if last is None else last.parent
+
+
+def refuse_smoke_test(run: Path) -> None:
+    """Raise UserError for a smoke test, which nothing can be measured of or made from."""
+    if run.parent.name.endswith(SMOKE_NAME) and not (run / "metrics.json").is_file():
+        raise UserError(
+            f"{run} is a smoke test (trainer.fast_dev_run), which has no model: run fit without "
+            "trainer.fast_dev_run"
+        )
 
 
 def version_number(path: Path) -> int:

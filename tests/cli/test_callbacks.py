@@ -60,6 +60,14 @@ def test_fast_dev_run_is_a_smoke_test(aespa: CommandLine, model: Path) -> None:
         assert saved["quantization"]["tuning"]["blocks"]["epochs"] == 1
         assert list(json.loads((run / "journal.json").read_text())["blocks"]) == ["0"]
         assert not (run / "metrics.json").exists()
+    for others in (("test", "--ckpt_path", run), ("export", run, "--format", "hf")):
+        status, out, err = aespa(*others)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert re.search(
+            r"is a smoke test \(trainer\.fast_dev_run\), which has no model: run fit without", err
+        )
+    status, _, err = aespa("test", *LAST)
+    assert (status, "there is no run in lightning_logs" in err) == (2, True)
 
 
 def test_callback_that_ends_the_learning_is_named(aespa: CommandLine, model: Path) -> None:

@@ -30,6 +30,13 @@ def test_a_run_is_named_by_its_folder_a_file_in_it_its_name_or_as_the_last(tmp_p
     assert find_run("last", tmp_path) == deeper
 
 
+def test_the_last_run_is_no_smoke_test_unless_its_name_is_given(tmp_path: Path) -> None:
+    real, smoke = run_of(tmp_path / "a", 1000), run_of(tmp_path / "a_smoke_test", 2000)
+    assert find_run("last", tmp_path) == real
+    assert find_run("last", tmp_path, "a_smoke_test") == smoke
+    assert find_run(str(tmp_path / "a_smoke_test"), tmp_path) == smoke
+
+
 def test_without_any_run_the_user_reads_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no run in .*: begin with aespa-pl fit"):
         find_run("last", tmp_path)
