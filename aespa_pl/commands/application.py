@@ -16,6 +16,7 @@ from rich.table import Table
 
 from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.arguments import Arguments, Option
+from aespa_pl.commands.effect import refuse_other_quantization
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import check_space, shortages, tuning_shortages
@@ -144,6 +145,7 @@ def _test(parsed: AespaCLI) -> None:
         return
     job = Job.prepare(parsed.settings, device)
     folder = find_run(parsed.config.ckpt_path or LAST, job.runs_folder.parent, job.output.name)
+    refuse_other_quantization(parsed.arguments, job.quantization, Run.open(folder))
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
         run, metrics = evaluate.test(job, folder, parsed.tasks, progress, world)

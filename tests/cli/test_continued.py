@@ -88,7 +88,9 @@ def test_a_run_is_measured_with_its_own_bits_and_groups(
     aespa: CommandLine, model: Path, unmeasured: Done
 ) -> None:
     run = unmeasured.copied()
-    others = ("--quantization.bits", 4, "--quantization.group_size", 2)
+    Path("others.yaml").write_text("quantization: {bits: 4, group_size: 2}")
+    same = ("--quantization.symmetric", "false", "--quantization.rounding.iterations", 99)
+    others = ("--config", "others.yaml", *same)
     sizes = []
     for words in ((), others):
         status, _, _ = aespa("test", *small(model), *words)
