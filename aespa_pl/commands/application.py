@@ -16,7 +16,7 @@ from rich.table import Table
 
 from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.arguments import Arguments, Option
-from aespa_pl.commands.effect import refuse_other_quantization
+from aespa_pl.commands.effect import refuse_other_quantization, without_effect
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import check_space, shortages, tuning_shortages
@@ -74,6 +74,8 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     with WalkProgress(console) as progress:
         if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
+        if resume in (None, LAST) and (idle := without_effect(parsed.arguments, job.quantization)):
+            progress.say(idle)
         if job.quantization.target is not None:
             world.from_first(partial(_check_inputs, job))
         job, mixture = for_target(job, settings, resume, progress, world)

@@ -10,6 +10,7 @@ from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import QuantizationSettings
 
 SECTION = "quantization."
+SWITCHES = ("enabled", "learn")  # keys that switch a step on or off, and that always act
 NOT_STORED = "quantization.rounding.iterations"  # may change in a run, so its journal does not have it
 
 
@@ -28,6 +29,37 @@ def refuse_other_quantization(given: Arguments, asked: QuantizationSettings, run
             f"{'; '.join(others)} ({run.folder}): choose another run by --ckpt_path or --output.name, or "
             "leave it out"
         )
+
+
+def without_effect(given: Arguments, settings: QuantizationSettings) -> str:
+    """Return in one line which keys of the command line, of steps that are not done, have no effect.
+
+    A configuration may have them: it is laid over several methods.
+    """
+    idle: dict[str, list[str]] = {}
+    for key in _typed(given):
+        parts = (part for part in _steps(settings).items() if key.startswith(part[0]))
+        is_done, words = next(parts, ("", (True, "")))[1]
+        if not is_done and not key.endswith(SWITCHES):
+            idle.setdefault(words, []).append(key)
+    said = [f"{', '.join(k)} {'has' if len(k) == 1 else 'have'} no effect: {w}" for w, k in idle.items()]
+    return f"{'; '.join(said)} (method {settings.method})" if said else ""
+
+
+def _steps(settings: QuantizationSettings) -> dict[str, tuple[bool, str]]:
+    """Return whether steps with keys of their own are done, and what to say where not, by how keys begin."""
+    tuning, learns = settings.tuning, settings.rounding.learn != "none"
+    # whose penalty has the warm-up and the exponents of the section rounding
+    rounds_in_tuning = bool(tuning.blocks.enabled) and tuning.blocks.parametrization == "rounding"
+    return {
+        "output.histograms": (learns, "no rounding is learned"),
+        "quantization.rounding.iterations": (learns, "no rounding is learned"),
+        "quantization.rounding.": (learns or rounds_in_tuning, "no rounding is learned"),
+        "quantization.polish.": (bool(settings.polish.enabled), "integers are not polished"),
+        "quantization.tuning.blocks.": (bool(tuning.blocks.enabled), "blocks are not tuned"),
+        "quantization.tuning.model.": (bool(tuning.model.enabled), "the model is not tuned end to end"),
+        "quantization.tuning.": (tuning.enabled, "nothing is tuned"),
+    }
 
 
 def _typed(given: Arguments) -> list[str]:

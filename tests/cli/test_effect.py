@@ -1,10 +1,15 @@
 """A key of the command line that would do nothing is refused, or said to do nothing."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import CommandLine, Done
+from aespa_pl.commands.arguments import Arguments
+from aespa_pl.commands.effect import without_effect
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import PolishSettings, QuantizationSettings
+from tests.cli.commands import CommandLine, Done, small
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,43 @@ def test_another_quantization_than_that_of_the_run_is_not_measured(
     status, out, err = aespa("test", "--ckpt_path", run, *words)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert re.search(message, err)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [
+                "--quantization.method=rtn",
+                "--quantization.rounding.learning_rate=0.1",
+                "--output.histograms=[q]",
+            ],
+            "quantization.rounding.learning_rate, output.histograms have no effect: no rounding is learned "
+            "(method rtn)",
+        ),
+        (
+            ["--quantization.method=aespa-fast", "--quantization.tuning={blocks: {epochs: 9}}"],
+            "quantization.tuning.blocks.epochs has no effect: blocks are not tuned (method aespa-fast)",
+        ),
+        (
+            ["--quantization.polish={passes: 3, enabled: false}", "--quantization.tuning.held_back=0.1"],
+            "quantization.polish.passes has no effect: integers are not polished (method aespa-tuned)",
+        ),
+        (["--quantization.method=brecq", "--quantization.rounding.warmup=0.1"], ""),
+        (["--quantization.method=aespa", "--quantization.rounding.iterations=9"], ""),
+        (["--config=paper.yaml", "--quantization.method=rtn", "--quantization.polish.enabled=false"], ""),
+    ],
+)
+def test_keys_of_steps_that_are_not_done_are_named(words: list[str], said: str) -> None:
+    given = Arguments.read(words).with_configurations()
+    values = {option.key: option.value for option in given.given() if not option.file}
+    polish = PolishSettings(enabled=False) if "quantization.polish.enabled" in values else PolishSettings()
+    settings = QuantizationSettings(values.get("quantization.method", "aespa-tuned"), polish=polish)
+    assert without_effect(given, resolved(settings)) == said
+
+
+def test_a_new_run_begins_with_the_keys_that_have_no_effect(aespa: CommandLine, model: Path) -> None:
+    words = ("--quantization.method", "rtn", "--trainer.fast_dev_run", "true")
+    status, out, err = aespa("fit", *small(model), *words)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[1].startswith("quantization.rounding.iterations has no effect: no rounding")
