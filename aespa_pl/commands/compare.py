@@ -11,18 +11,25 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
+from transformers import PreTrainedConfig
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.block_types import AUTO, UNIFORM, check_format
+from aespa_pl.commands.job import checked, find_model
 from aespa_pl.commands.keys import refuse_other_methods
-from aespa_pl.commands.output import print_table
+from aespa_pl.commands.output import print_table, quiet
+from aespa_pl.commands.sections import AespaCLI
+from aespa_pl.commands.trainers import check_tuning, first_trainer
 from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text, is_file
 from aespa_pl.errors import EndedError, UserError
+from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
 from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole
@@ -35,6 +42,7 @@ from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSetti
 from aespa_pl.storage.files import checksum, disk_errors, read_json, write_json, write_text, write_whole
 
 SECTION = "compare"
+CPU = torch.device("cpu")
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
@@ -59,11 +67,14 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
                 )
     else:
         _refuse_beside_formats(given, chosen)
+    model = None
     if pretrained := shared.setting("model.pretrained", ""):
-        here(pretrained, shared.setting("model.revision", "") or None)  # a wrong path fails once
+        model = here(pretrained, shared.setting("model.revision", "") or None)  # a wrong path fails once
     for key, text in _texts(shared):  # and so does that of a text
         if not (text.endswith(".safetensors") and expanded(text).is_file()):
             find_text(text, key)
+    if model is not None:
+        _refuse_settings(shared, chosen, read_config(model))
     console = PlainConsole()
     folder = compare(chosen, shared, run_cell, console)
     console.print(str(folder), soft_wrap=True)
@@ -85,6 +96,28 @@ def _refuse_beside_formats(given: Arguments, chosen: CompareSettings) -> None:
             )
     if auto and given.setting("quantization.target", "null") == "null":
         check_format(QuantizationSettings(format=AUTO))  # which needs a target
+
+
+def _refuse_settings(shared: Arguments, chosen: CompareSettings, config: PreTrainedConfig) -> None:
+    """Raise UserError where no method can have the settings of a grid, which would fail cell by cell."""
+    with quiet():
+        parsed = AespaCLI(shared, "fit")
+        trainer, given = first_trainer(parsed), parsed.settings
+    for grids in chosen.formats or chosen.bits:
+        mistakes = []
+        for method in chosen.methods:
+            own: dict[str, Any] = {"method": method, "bits" if isinstance(grids, int) else "format": grids}
+            target = given.quantization.target if grids == AUTO else None
+            settings = replace(given, quantization=replace(given.quantization, target=target, **own))
+            try:
+                # not the cells' device, whose memory this process would take a part of
+                find_model(settings, CPU, weights=False)
+                job = checked(settings, CPU, config)
+                check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
+            except UserError as error:
+                mistakes.append(str(error))
+        if len(mistakes) == len(chosen.methods):
+            raise UserError(mistakes[0])
 
 
 def _chosen(given: Arguments) -> CompareSettings:
@@ -170,7 +203,9 @@ def in_process(interruption: Interruption, words: Sequence[str]) -> str:
         errors.seek(0)
         said = errors.read()
     interruption.check()  # first: how the cell is continued would stand beside how all are
-    sys.stderr.write(said)
+    # a mistake is the reason, which the caller says beside the cell's name
+    others = (line for line in said.splitlines(keepends=True) if not line.startswith("aespa-pl: "))
+    sys.stderr.write("".join(others))
     return failure(status, said)
 
 
