@@ -1,6 +1,7 @@
 """Run ``aespa-pl fit``, ``test`` and ``plan``, which begin with Lightning's Trainer."""
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from aespa_pl.commands.effect import refuse_other_quantization, without_effect
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import check_space, shortages, tuning_shortages
-from aespa_pl.commands.output import print_results, quiet
+from aespa_pl.commands.output import CELL, new_progress, print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, chosen_loggers, first_trainer
@@ -71,7 +72,7 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     chosen_loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     world = _launch(trainer, console)
-    with WalkProgress(console) as progress:
+    with new_progress(console) as progress:
         if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         if resume in (None, LAST) and (idle := without_effect(parsed.arguments, job.quantization)):
@@ -118,6 +119,8 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
         return
     console = PlainConsole()
     run, metrics = quantize(parsed, interruption, console)
+    if CELL in os.environ:
+        return
     print_results(console, metrics, stored_quantization(run).method)
     console.print(f"{metrics['seconds']['quantization']:.0f} s for the quantization")
     if not parsed.trainer_section.fast_dev_run:

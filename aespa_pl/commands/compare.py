@@ -2,9 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +19,7 @@ from transformers import PreTrainedConfig
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.block_types import AUTO, UNIFORM, check_format
+from aespa_pl.commands.cell_process import in_process
 from aespa_pl.commands.job import checked, find_model
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table, quiet
@@ -36,7 +34,7 @@ from aespa_pl.progress import PlainConsole
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
 from aespa_pl.run.folder import locked
-from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run, differences, model_fingerprint
 from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import checksum, disk_errors, read_json, write_json, write_text, write_whole
@@ -168,6 +166,8 @@ def _run_cells(
             cells[number] = replace(_finished(folder, cell), failure=failure)
             if failure:
                 console.print(f"{cell.name}: {failure}", soft_wrap=True)
+            elif cells[number].metrics is not None:
+                console.print(_result(cells[number]), soft_wrap=True)
         # so far: they can be read while the rest is under way
         write_text(folder / "compare.csv", cells_csv(cells))
         write_text(folder / "compare.md", summary(cells).markdown())
@@ -189,49 +189,13 @@ def _run_cells(
     return folder
 
 
-def in_process(interruption: Interruption, words: Sequence[str]) -> str:
-    """Run a cell in a process of its own, so that its end spares the others; return why it failed."""
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        # a process group of its own: a Ctrl-C reaches it once, from us
-        process = subprocess.Popen(  # noqa: S603 - our own program
-            # -P: a file of the current folder, such as yaml.py, stands for no library
-            [sys.executable, "-P", "-m", "aespa_pl", "fit", *words],
-            stderr=errors,
-            process_group=0,
-        )
-        status = _wait(process)
-        errors.seek(0)
-        said = errors.read()
-    interruption.check()  # first: how the cell is continued would stand beside how all are
-    # a mistake is the reason, which the caller says beside the cell's name
-    others = (line for line in said.splitlines(keepends=True) if not line.startswith("aespa-pl: "))
-    sys.stderr.write("".join(others))
-    return failure(status, said)
-
-
-def failure(status: int, said: str) -> str:
-    """Return why a run failed, from its status (negative: a signal) and stderr; empty where it did not."""
-    if status == 0:
-        return ""
-    if status < 0:
-        killed = " (most likely out of memory)" if status == -9 else ""  # the kernel's SIGKILL
-        return f"ended by signal {-status}{killed}"
-    lines = [line for line in said.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it said nothing"
-    return last.removeprefix("aespa-pl: ").partition("; continue with:")[0]
-
-
-def _wait(process: "subprocess.Popen[bytes]") -> int:
-    """Return the status of a process; a signal is passed on to it, and a second one doesn't wait."""
-    try:
-        return process.wait()
-    except RunInterrupted as stop:
-        try:
-            process.send_signal(stop.number)
-            process.wait()
-        except RunInterrupted:
-            process.send_signal(stop.number)
-        raise
+def _result(cell: Cell) -> str:
+    """Return in one line what a cell has measured, and how long it took."""
+    grids = f"{cell.grids} bits" if isinstance(cell.grids, int) else cell.grids
+    metrics = cell.metrics or {}
+    texts = [f"{text} {value:.3f}" for text, value in metrics["perplexity"].get("quantized", {}).items()]
+    measured = f"perplexity {', '.join(texts)}, " if texts else ""
+    return f"{cell.method}, {grids}: {measured}{metrics['seconds']['quantization']:.0f} s"
 
 
 def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:

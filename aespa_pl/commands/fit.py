@@ -19,6 +19,7 @@ from aespa_pl.commands.block_types import lacking_tokenizer, types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
+from aespa_pl.commands.output import warn
 from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
@@ -56,8 +57,11 @@ def fit(
                 also = f"aespa-pl test --ckpt_path {run.folder}"
                 progress.say(f"not measured on these tokens: {', '.join(new)} ({also})")
             return run, finished
-        for words in _plans(job, run, len(tokens)):
+        for words in _plans(job, run):
             progress.say(words)
+        words = few_tokens(len(tokens), job.segment_length, job.shape.widest_input) or ""
+        if words and job.quantization.uses_inputs:
+            warn(progress, words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
@@ -97,7 +101,7 @@ def fit(
     return run, metrics
 
 
-def _plans(job: Job, run: Run, segments: int) -> Iterator[str]:
+def _plans(job: Job, run: Run) -> Iterator[str]:
     """Yield what a run will do, and what the user should know before it does."""
     yield method_in_words(job.quantization, job.shape.layout)
     yield f"run folder: {run.folder}"
@@ -108,9 +112,6 @@ def _plans(job: Job, run: Run, segments: int) -> Iterator[str]:
         yield f"this run can be exported as hf, but not as gguf: {lacking}"
     if job.quantization.types:
         yield types_in_words(job.quantization)
-    words = few_tokens(segments, job.segment_length, job.shape.widest_input)
-    if words and job.quantization.uses_inputs:
-        yield words
 
 
 def _start(
@@ -140,7 +141,7 @@ def _start(
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
         if words := job.pretrained.unused():
-            progress.say(words)
+            warn(progress, words)
         progress.begin("Checking weights, tensors", len(job.pretrained.tensors))
         for name in job.pretrained.tensors:  # all: a NaN in the last block is noticed before hours of work
             job.pretrained.tensor(name, job.dtype)
@@ -148,7 +149,7 @@ def _start(
         run = Run.create(job.runs_folder, fingerprint)
         locks.enter_context(run.locked())
         for warning in _seen(job):
-            progress.say(warning)
+            warn(progress, warning)
     else:
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it
@@ -181,12 +182,12 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     if not run.metrics_file.is_file():
         return None
     if damage := run.damage():
-        progress.say(f"{run.folder}: {damage}: what was lost is made again")
+        warn(progress, f"{run.folder}: {damage}: what was lost is made again")
         run.metrics_file.unlink()  # a process that is killed meanwhile leaves a run that is not finished
         return None
     metrics = run.metrics()
     if metrics is None:
-        progress.say(f"{run.metrics_file} is damaged: the perplexities are measured again")
+        warn(progress, f"{run.metrics_file} is damaged: the perplexities are measured again")
     return metrics
 
 

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from aespa_pl.cli import main
 from aespa_pl.commands.arguments import Arguments, Option
-from aespa_pl.commands.compare import compare, failure
+from aespa_pl.commands.cell_process import failure
+from aespa_pl.commands.compare import compare
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.report.comparison import Cell, figure, summary
 from aespa_pl.run.journal import Run

@@ -1,6 +1,8 @@
 """The cells of a comparison are processes: they get signals, and read no file of the current folder."""
 
+import io
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -9,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.compare import compare, in_process, run
+from aespa_pl.commands.cell_process import in_process
+from aespa_pl.commands.compare import compare, run
+from aespa_pl.commands.output import CELL, new_progress, warn
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import CompareSettings
-from tests.commands.test_compare import silent
 from tests.models.examples import make_model
 from tests.walks import save_with_words
 
@@ -48,7 +52,7 @@ def test_a_comparison_that_is_stopped_says_once_how_it_goes_on(
     assert capfd.readouterr().err == ""
 
 
-def test_processes_leave_runs_like_any_other(tmp_path: Path) -> None:
+def test_processes_leave_runs_like_any_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = save_with_words(make_model("opt"), tmp_path / "model")
     words = str(tmp_path / "words.txt")
     shared = Arguments.read(
@@ -60,10 +64,24 @@ def test_processes_leave_runs_like_any_other(tmp_path: Path) -> None:
         ]
     )  # fmt: skip
     settings = CompareSettings(methods=["rtn"], bits=[3], seeds=[0])
-    folder = compare(settings, shared, partial(in_process, Interruption()), silent())
+    console = Console(file=io.StringIO(), record=True, width=200)
+    folder = compare(settings, shared, partial(in_process, Interruption()), console)
+    heading, result, *_ = console.export_text().splitlines()
+    assert heading == "cell 1 of 1: rtn_w3_s0"
+    assert re.fullmatch(r"rtn, 3 bits: perplexity words\.txt \d+\.\d{3}, \d+ s", result)
+    assert capfd.readouterr().out == ""  # the cell has no warnings, and its results are in this line
     finished = Run.open(folder / "rtn_w3_s0" / "version_0").metrics()
     assert finished is not None
     assert finished["perplexity"]["quantized"] == pytest.approx(finished["perplexity"]["nearest"], rel=1e-2)
+
+
+def test_a_cell_says_its_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CELL, "1")
+    console = Console(file=io.StringIO(), record=True)
+    progress = new_progress(console)
+    progress.say("run folder: x")
+    warn(progress, "x is a calibration text as well")
+    assert console.export_text() == "x is a calibration text as well\n"
 
 
 def test_a_signal_is_passed_on_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

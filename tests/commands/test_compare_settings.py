@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.commands.compare import in_process, run
+from aespa_pl.commands.cell_process import in_process
+from aespa_pl.commands.compare import run
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.run.interruption import Interruption
 
