@@ -122,7 +122,6 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     if CELL in os.environ:
         return
     print_results(console, metrics, stored_quantization(run).method)
-    console.print(f"{metrics['seconds']['quantization']:.0f} s for the quantization")
     if not parsed.trainer_section.fast_dev_run:
         console.print(f"quantized model: {run.model_folder}", soft_wrap=True)
     console.print(str(run.folder), soft_wrap=True)

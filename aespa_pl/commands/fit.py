@@ -71,6 +71,7 @@ def fit(
             logger.finalize("success")
         if one_block:
             took = {"quantization": time.perf_counter() - began_to_quantize}
+            progress.say(f"{took['quantization']:.0f} s for the quantization")
             return run, {"perplexity": {}, "seconds": took, "peak_bytes": peak_bytes(job.device)}
         if world.is_first:
             _write_description(job, run)
@@ -78,6 +79,7 @@ def fit(
         world.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began_to_quantize
         worked = time.process_time() - began_to_work
+        progress.say(f"{quantized:.0f} s for the quantization")
         nearest = ["nearest"] if job.data.evaluation.round_to_nearest else []
         kinds, model = ["original", *nearest, "quantized"], run.model_folder
         metrics = {

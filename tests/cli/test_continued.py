@@ -219,6 +219,16 @@ def test_model_dtype_may_change_in_a_continued_run(aespa: CommandLine, model: Pa
     assert aespa("fit", *arguments)[0] == 0
 
 
+def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path, finished: Done) -> None:
+    run = finished.copied()
+    status, out, _ = aespa("fit", *small(model), *LAST)
+    assert status == 0
+    assert "finished already" in out
+    assert "s for the quantization" in finished.out
+    assert "s for the quantization" not in out
+    assert out.splitlines()[-1] == str(run)
+
+
 def test_a_run_is_continued_with_less_free_memory(
     aespa: CommandLine, model: Path, unmeasured: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
