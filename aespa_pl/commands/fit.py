@@ -1,6 +1,8 @@
 """Run ``aespa-pl fit``: quantize a model, or continue a run."""
 
+import json
 import platform
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ import transformers
 from torch import Tensor
 
 import aespa_pl
+from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.block_types import lacking_tokenizer, types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
@@ -25,6 +28,7 @@ from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import tokens_of
+from aespa_pl.evaluation.table import known
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
@@ -35,7 +39,7 @@ from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DESCRIPTION, PHASES
+from aespa_pl.run.schema import DESCRIPTION, PHASES, Measured
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
@@ -53,8 +57,10 @@ def fit(
         run = replace(run, writes=world.is_first)
         if finished is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
-            if new := _not_measured(texts, finished):
-                also = f"aespa-pl test --ckpt_path {run.folder}"
+            tested = known(Measured, run.folder / "test.json", [], "")
+            later = _not_measured(texts, tested.model_dump() if tested else {"perplexity": {}})
+            if new := [text for text in _not_measured(texts, finished) if text in later]:
+                also = _how_to_measure(run, trainers.parsed.arguments)
                 progress.say(f"not measured on these tokens: {', '.join(new)} ({also})")
             return run, finished
         for words in _plans(job, run):
@@ -197,6 +203,14 @@ def _not_measured(texts: Mapping[str, Tensor], metrics: Mapping[str, Any]) -> li
     """Return the texts without a perplexity, and those that have other tokens than when it was measured."""
     measured, tokens = metrics["perplexity"].get("quantized", {}), metrics.get("tokens", {})
     return [t for t, now in tokens_of(texts).items() if t not in measured or tokens.get(t, now) != now]
+
+
+def _how_to_measure(run: Run, given: Arguments) -> str:
+    """Return the command that measures a run on the held-out texts that options ask for."""
+    named = [o for o in given.options if o.key == "config" and o.value != str(run.folder / "config.yaml")]
+    named += [o for o in given.given() if o.key.startswith("data.evaluation.") and not o.file]
+    words = [f"--{key} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}" for key, v, _ in named]
+    return " ".join([f"aespa-pl test --ckpt_path {shlex.quote(str(run.folder))}", *words])
 
 
 def _context(job: Job, run: Run, trainers: BlockTrainers, setup: Setup) -> Context:

@@ -78,10 +78,12 @@ def test_a_finished_run_says_that_its_perplexity_is_of_other_tokens(
     run = finished.copied("mine")
     status, out, err = aespa("fit", "--ckpt_path", run, "--data.evaluation.segment_length", 5)
     assert (status, err) == (0, "")
-    assert f"not measured on these tokens: embedded (aespa-pl test --ckpt_path {run})" in " ".join(
-        out.split()
-    )
+    command = re.search(r"not measured on these tokens: embedded \(aespa-pl (.*)\)$", out, re.M)
+    assert command is not None
+    assert command[1] == f"test --ckpt_path {run} --data.evaluation.segment_length 5"
     assert "not measured" not in aespa("fit", "--ckpt_path", run)[1]
+    assert aespa(*command[1].split())[0] == 0
+    assert "not measured" not in aespa("fit", *command[1].split()[1:])[1]
 
 
 def test_a_run_is_measured_with_its_own_bits_and_groups(
