@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from aespa_pl.algorithm.grid_types import TYPES
+from aespa_pl.commands.keys import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
@@ -50,11 +51,11 @@ def check_format(settings: QuantizationSettings) -> None:
             f"{settings.format}, where types have the bits: choose quantization.types, such as "
             f"'{{{next(iter(settings.bits_of))}: Q8_0}}', or quantization.format uniform"
         )
-    others = ", ".join(key for key in settings.types if key not in ENDS)
+    others = [key for key in settings.types if key not in ENDS]
     if settings.format == UNIFORM and others:
+        hint = nearest(others[0], ENDS) or ": choose a format of GGUF, or quantization.bits_of"
         raise UserError(
-            f"quantization.types has {others} and quantization.format is uniform: choose a format of "
-            "GGUF, or quantization.bits_of"
+            f"quantization.types has {', '.join(others)} and quantization.format is uniform{hint}"
         )
 
 
@@ -120,10 +121,11 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
     types |= {key: kind for key, kind in settings.types.items() if key in columns}
     for key, kind in types.items():
         if not TYPES[kind].fits(columns[key]):
+            other = f"leave {key} out" if settings.format == UNIFORM else "quantization.format uniform"
             raise UserError(
                 f"quantization.format is {settings.format}, but {key} has rows of {columns[key]} weights, "
                 f"and {kind} holds multiples of {TYPES[kind].block}: set quantization.types "
-                f"'{{{key}: {NARROW.get(kind, 'Q8_0')}}}' or quantization.format uniform"
+                f"'{{{key}: {NARROW.get(kind, 'Q8_0')}}}' or {other}"
             )
     if settings.format != UNIFORM:
         _refuse_several_of_experts(types, family.layouts(config))

@@ -37,6 +37,8 @@ DECIDED = (
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
         (["--quantization.types", "{0: Q6_K}"], r"types has 0 and quantization\.format is uniform: choose"),
         (["--quantization.bits_of", "{'*.v': 3}"], r"bits_of: \*\.v names nothing .*\*\.q_proj"),
+        (["--quantization.types", "{embeding: Q6_K}"], r"has embeding and .*: did you mean embedding\?$"),
+        (["--quantization.types", "{embedding: Q6_K}"], r"{embedding: Q8_0}' or leave embedding out$"),
         (["--quantization.bit", 3], r"quantization\.bit is unknown: did you mean quantization\.bits\?"),
         (
             ["--quantization.rounding.iterations", 0],
