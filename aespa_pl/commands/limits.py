@@ -15,7 +15,7 @@ from aespa_pl.planning.budget import room
 from aespa_pl.planning.estimate import Needs
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.tuning import block_bytes, model_bytes, streaming_bytes
-from aespa_pl.settings import DataSettings, QuantizationSettings
+from aespa_pl.settings import CalibrationSettings, DataSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
 from aespa_pl.storage.files import MEND, disk_errors, existing
 from aespa_pl.tuning.data import held_back_and_steps
@@ -34,8 +34,10 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
     if length < 2:
         raise UserError(f"{key} is {length}: expected 2 or more, because each token predicts the next")
     if positions is not None and length > positions:
+        is_default = section == "calibration" and length == CalibrationSettings.segment_length
+        given = f"{length} (the default)" if is_default else length
         raise UserError(
-            f"{key} is {length}, but {model} has {positions} positions: choose {positions} or less"
+            f"{key} is {given}, but {model} has {positions} positions: choose {positions} or less"
         )
 
 

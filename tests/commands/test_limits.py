@@ -2,7 +2,7 @@
 
 import pytest
 
-from aespa_pl.commands.limits import check_bits_of
+from aespa_pl.commands.limits import check_bits_of, check_length
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.settings import QuantizationSettings
@@ -31,3 +31,13 @@ def test_parts_of_one_matrix_need_the_same_type() -> None:
     settings = QuantizationSettings(format="Q4_0", types=types)
     with pytest.raises(UserError, match=r"types: q_proj: Q4_0, .* v_proj: Q4_1 in block 0 .* same type$"):
         check_bits_of(family_of(config).layouts(config), settings)
+
+
+def test_a_length_that_the_user_did_not_give_is_said_to_be_the_default() -> None:
+    with pytest.raises(
+        UserError, match=r"^data\.calibration\.segment_length is 2048 \(the default\), but m has"
+    ):
+        check_length("calibration", 2048, 32, "m")
+    for section, length in (("calibration", 64), ("evaluation", 2048)):
+        with pytest.raises(UserError, match=rf"segment_length is {length}, but m has 32 positions"):
+            check_length(section, length, 32, "m")
