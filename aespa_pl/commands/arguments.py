@@ -185,7 +185,11 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     configuration = folder / CONFIGURATION
     if has_settings or not configuration.is_file():
         return named
-    content = {} if trusts or is_own(folder) else read_configuration(configuration)
+    try:
+        content = read_configuration(configuration)
+    except UserError as error:
+        raise UserError(f"{error}: restore it, or give the run's configuration with --config") from error
+    content = {} if trusts or is_own(folder) else content
     if keys := sorted({key for key, value in leaves(content) if not _is_data(key, value)}):
         raise UserError(
             f"{configuration} names code to run or places to write to ({', '.join(keys)}), and "

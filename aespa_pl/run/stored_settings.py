@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from aespa_pl.errors import UserError
-from aespa_pl.run.find import GIVE
+from aespa_pl.errors import UserError, one_line, system_words
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings, Settings
 
@@ -25,12 +24,19 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it has no sections")
         content["quantization"] = _of_journal(fingerprint) or content["quantization"]
         return _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
     ) as error:  # fmt: skip
-        raise UserError(f"{path} cannot be read ({' '.join(repr(error).split())}): {GIVE}") from error
+        words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        words = system_words(error) if isinstance(error, OSError) else one_line(words)
+        raise UserError(
+            f"{path} cannot be read ({words}): restore it, or copy the configuration that the run was begun "
+            "with into its place"
+        ) from error
 
 
 def stored_quantization(run: Run) -> QuantizationSettings:

@@ -11,6 +11,7 @@ from aespa_pl.cli import stop
 from aespa_pl.commands.arguments import Arguments, with_run
 from aespa_pl.commands.keys import refuse_mistakes
 from aespa_pl.errors import UserError
+from aespa_pl.run.stored_settings import stored_settings
 from tests.cli.commands import CommandLine, Done
 
 FOREIGN = [
@@ -79,6 +80,20 @@ def test_a_run_that_this_user_has_made_needs_no_confirmation_but_a_changed_one_d
     status, _, err = aespa("fit", "--ckpt_path", run)
     assert (status, err.count("\n")) == (2, 1)
     assert "names code to run or places to write to (data.cache, trainer.callbacks)" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("x: [", "while parsing a flow node"), ("- 1", "it has no sections")]
+)
+def test_a_damaged_configuration_of_a_run_is_said_in_words(tmp_path: Path, content: str, words: str) -> None:
+    run = foreign(tmp_path / "a", {})
+    (run / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r": restore it, or give the run's configuration with --config$"):
+        with_run(Arguments.read(["--ckpt_path", str(run)]), "fit")
+    with pytest.raises(UserError, match=rf"cannot be read \({words}.*\): restore it, or copy") as refused:
+        stored_settings(run, {})
+    assert "Error" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_file_names_no_tasks(tmp_path: Path) -> None:

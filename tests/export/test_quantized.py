@@ -86,7 +86,7 @@ def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "model: {}", "- 1", "a: b: c"])
 def test_damaged_configuration_is_refused(content: str, fresh: Known) -> None:
     (fresh.folder / "config.yaml").write_text(content)
-    with pytest.raises(UserError, match=r"config.yaml cannot be read .* give the folder of a run"):
+    with pytest.raises(UserError, match=r"config.yaml cannot be read \([^\n]*\): restore it, or copy the"):
         QuantizedModel.open(fresh.folder)
 
 
