@@ -131,10 +131,29 @@ def _configuration(name: str) -> Path:
     )
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """Reads YAML where no section has a key twice, of which YAML would lose the first in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node, lines = super().compose_mapping_node(anchor), dict[str, int]()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
+                raise UserError(
+                    f"config: {key.start_mark.name} has {key.value} in line {lines[key.value]} and in line "
+                    f"{line}: put both under one"
+                )
+            lines[key.value] = line
+        return node
+
+
 def read_configuration(path: Path) -> Mapping[str, Any]:
     """Read a YAML file of sections. Raises UserError where it is no text, no YAML, or has no keys."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            content = _EachKeyOnce(file).get_single_data()
     except OSError as error:
         raise UserError(f"config: {path} cannot be read: {error.strerror or error}") from error
     except RecursionError as error:

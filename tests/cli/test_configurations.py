@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from aespa_pl.commands.arguments import read_configuration
 from aespa_pl.methods import METHODS
 from aespa_pl.report.stored import flat
 from tests.cli.commands import CONFIGS, NO_TEXTS, CommandLine, Done, small
@@ -82,6 +83,17 @@ def test_printed_configuration_is_one(aespa: CommandLine) -> None:
     Path("again.yaml").write_text(out)
     again = aespa("fit", "--config", "again.yaml", "--print_config")[1]
     assert yaml.safe_load(again) == yaml.safe_load(out)
+
+
+def test_a_section_that_is_given_twice_is_refused_with_both_lines(aespa: CommandLine) -> None:
+    Path("own.yaml").write_text("a: &a {bits: 2}\nb: {<<: *a, bits: 3}\n")
+    assert read_configuration(Path("own.yaml"))["b"] == {"bits": 3}
+    Path("own.yaml").write_text("model: {pretrained: m}\nquantization:\n  bits: 2\n\nquantization: {}\n")
+    status, out, err = aespa("fit", "--config", "own.yaml")
+    assert (status, out) == (2, "")
+    assert err == (
+        "aespa-pl: config: own.yaml has quantization in line 2 and in line 5: put both under one\n"
+    )
 
 
 def test_required_key_and_yaml_mistakes(aespa: CommandLine, model: Path) -> None:
