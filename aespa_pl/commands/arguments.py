@@ -185,7 +185,10 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     where ``ckpt_path`` names no run, or the configuration names code or places that the user has not
     confirmed, or where the command line names the place of another run.
     """
-    trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
+    answers = [o.value for o in arguments.options if o.key == TRUST]
+    if other := next((a for a in answers if a not in (None, "true", "false")), None):
+        raise UserError(f"{TRUST} is {other}: expected true or false")
+    trusts = any(answer != "false" for answer in answers)
     arguments = arguments.without(TRUST)
     default, which = OutputSettings(), arguments.setting(CKPT_PATH, "null")
     # beside a run that is named, a model is where that of the run lies now

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
@@ -14,6 +14,7 @@ from jsonargparse import auto_cli
 from rich.table import Table
 
 from aespa_pl.commands.arguments import is_own
+from aespa_pl.commands.keys import A_RUN, missing_in_words
 from aespa_pl.commands.limits import check_space
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import measured
@@ -37,7 +38,9 @@ PARTIAL = ".aespa-pl.partial"  # folder in the target with the files of an expor
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
     """Read the words of the command line, and export. Raises UserError where :func:`export` does."""
-    auto_cli(export, args=list(words[1:]), prog="aespa-pl export", exit_on_error=False)
+    formats = f"--format is missing: one of {', '.join(get_args(FormatName))}"
+    with missing_in_words(run=A_RUN, format=formats):
+        auto_cli(export, args=list(words[1:]), prog="aespa-pl export", exit_on_error=False)
 
 
 def export(

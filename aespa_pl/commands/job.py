@@ -185,6 +185,8 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
             f"output.folder is {settings.output.folder}: expected a folder of this machine; copy the run to "
             "its destination afterwards"
         )
+    if expanded(settings.output.folder).is_file():
+        raise UserError(f"output.folder: {settings.output.folder} is a file: name a folder")
     resolved(settings.quantization, device.type)
     return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
 

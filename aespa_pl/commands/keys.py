@@ -1,7 +1,9 @@
 """Show the keys of a configuration, and refuse mistakes in them before any large library is imported."""
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -71,6 +73,7 @@ ONLY = {  # further keys of each command
     },
 }
 NAMES = (*SECTIONS, FREE)
+A_RUN = "a run is missing: give its folder (NAME/version_N), or last"
 HELP = ("-h", "--help")
 
 
@@ -103,6 +106,18 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
                 f"{others} would give {method}'s result: take the configuration that the run was begun with, "
                 "or remove from its section quantization what the method should decide"
             )
+
+
+@contextmanager
+def missing_in_words(**words: str) -> Iterator[None]:
+    """Say in ``words`` which of the words that a command needs are missing from its command line."""
+    try:
+        yield
+    except ArgumentError as error:
+        names = re.fullmatch(r"the following arguments are required: (.*)", str(error))
+        if names is None:
+            raise
+        raise UserError("; ".join(words[name] for name in names[1].split(", "))) from error
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -140,7 +155,8 @@ def _mistake(option: Option, command: str) -> str | None:
     if key == FREE:  # the name of a file, or YAML
         free = isinstance(option.value, str)
     if key in (FLAG, *OTHERS) or free:
-        return None
+        elsewhere = key == FLAG and command != "fit" and not option.file
+        return f"{key} is a key of aespa-pl fit alone" if elsewhere else None
     if key not in kinds:
         return _unknown(kinds, key) + where
     if _takes(kinds[key], option):

@@ -102,7 +102,15 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["report"], "the following arguments are required: runs"),
+        (["report"], r"pl: a run is missing: give its folder \(NAME/version_N\), or last$"),
+        (["export", "last"], r"pl: --format is missing: one of hf, compressed-tensors, awq, gptq, gguf$"),
+        (["export"], r"pl: a run is missing: .*, or last; --format is missing: one of"),
+        (
+            ["test", "--model.pretrained", "m", "--print_config"],
+            r"print_config is a key of aespa-pl fit alone",
+        ),
+        (["plan", "--print_config"], r"print_config is a key of aespa-pl fit alone"),
+        (["fit", "--trust_run", "maybe"], r"pl: trust_run is maybe: expected true or false$"),
         (["export", "last", "--format", "ggml"], r"--format is ggml: expected one of hf, .*, gptq, gguf"),
     ],
 )

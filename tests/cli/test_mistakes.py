@@ -93,7 +93,7 @@ DECIDED = (
             ["--trainer.devices", 2, "--trainer.strategy", "ddp_spawn"],
             r"trainer\.strategy is ddp_spawn.*set it to ddp",
         ),
-        (["--output.folder", "file"], r"cannot write to file/aespa.*--output\.folder"),
+        (["--output.folder", "file"], r"output\.folder: file is a file: name a folder$"),
         (["--ckpt_path", "no"], r"no is not the folder of a run"),
         (
             ["--output.histograms", "[q_proj, gate_prj]"],
