@@ -36,7 +36,7 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
     status, _, err = aespa(*words)
     assert status == 2
-    assert "segment_length is 2048, but" in err
+    assert "segment_length is 2048 (the default), but" in err
     words += ["--data.calibration.segment_length", LENGTH]
     status, _, err = aespa(*words, "--quantization.group_size", 7)
     assert status == 2
