@@ -7,7 +7,8 @@ It runs in an environment of its own, without aespa_pl:
     peer/bin/python benchmarks/peer_gptqmodel.py MODEL '[EVAL.safetensors]' CALIBRATION.safetensors
 
 The settings are GPTQModel's defaults, but asymmetric integers, as in our tables. The integers are
-multiplied out, and the model runs in float32. Seconds are processor seconds of the quantization.
+multiplied out, and the model runs in float32. Seconds are processor seconds of the quantization. On two
+cores GPTQModel 7.7.0 begins only with ``GPTQMODEL_CPU_WORKERS=2`` in the environment.
 """
 
 import importlib
