@@ -23,10 +23,13 @@ class PlainConsole(Console):
 
 
 class WalkProgress:
-    """Shows the progress of a walk over blocks: bars in a terminal only, lines everywhere."""
+    """Shows the progress of a walk over blocks: bars in a terminal only, lines everywhere.
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    Where it is ``terse``, as in a cell of a comparison, its lines are warnings alone.
+    """
+
+    def __init__(self, console: Console, *, terse: bool = False) -> None:
+        self.console, self.terse = console, terse
         # rich needs another package to draw bars in a notebook
         in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None
         self._bars = bars.Progress(
@@ -52,7 +55,12 @@ class WalkProgress:
         self._bars.stop()
 
     def say(self, line: str) -> None:
-        """Print a line above the bars."""
+        """Print a line above the bars, unless it is terse."""
+        if not self.terse:
+            self.warn(line)
+
+    def warn(self, line: str) -> None:
+        """Print a line above the bars, also where it is terse."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, description: str, total: int) -> None:

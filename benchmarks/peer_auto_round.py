@@ -55,13 +55,7 @@ def main(
         blocks: Quantize only the first so many blocks; null: all.
         output: A JSON line is appended to this file.
     """
-    try:
-        auto_round = importlib.import_module("auto_round")
-    except ModuleNotFoundError:
-        raise SystemExit(
-            "auto-round isn't installed here. Use an environment of its own: "
-            "pip install auto-round, then run this file with that environment's Python."
-        ) from None
+    auto_round = library("auto_round", "auto-round")
     torch.set_num_threads(threads)
     tokens = load_file(calibration)["ids"].long()
     count, length = tokens.shape
@@ -86,10 +80,7 @@ def main(
     quantized, _ = quantizer.quantize()
     seconds = time.process_time() - start
     files = [evaluation] if isinstance(evaluation, str) else evaluation
-    found = {}
-    for tokens_file in files:
-        held_out = load_file(tokens_file)["ids"].long().view(-1, length)[:segments]
-        found[Path(tokens_file).stem] = round(perplexity(quantized, held_out), 3)
+    found = perplexities(quantized, files, length, segments)
     row: dict[str, Any] = {
         "peer": f"auto-round {auto_round.__version__}",
         "model": Path(model).name,
@@ -102,6 +93,30 @@ def main(
         "perplexity": found[Path(files[0]).stem] if len(files) == 1 else found,
         "processor_seconds": round(seconds, 1),
     }
+    report(row, output)
+
+
+def library(name: str, package: str) -> Any:
+    """Import a peer, or end with what to do."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise SystemExit(
+            f"{package} isn't installed here. Use an environment of its own: "
+            f"pip install {package}, then run this file with that environment's Python."
+        ) from None
+
+
+def perplexities(
+    model: torch.nn.Module, files: list[str], length: int, segments: int | None
+) -> dict[str, float]:
+    """Return the perplexity of each file's first segments, or of all."""
+    ids = {Path(file).stem: load_file(file)["ids"].long().view(-1, length)[:segments] for file in files}
+    return {name: round(perplexity(model, tokens), 3) for name, tokens in ids.items()}
+
+
+def report(row: dict[str, Any], output: str | None) -> None:
+    """Print a row as a JSON line, and append it to a file."""
     print(json.dumps(row))
     if output:
         with Path(output).open("a", encoding="utf-8") as file:

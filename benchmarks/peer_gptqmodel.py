@@ -11,15 +11,12 @@ multiplied out, and the model runs in float32. Seconds are processor seconds of 
 cores GPTQModel 7.7.0 begins only with ``GPTQMODEL_CPU_WORKERS=2`` in the environment.
 """
 
-import importlib
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from jsonargparse import auto_cli
-from peer_auto_round import perplexity
+from peer_auto_round import library, perplexities, report
 from safetensors.torch import load_file
 from torch import nn
 
@@ -51,13 +48,7 @@ def main(
         segments: Use only the first so many segments of the evaluation.
         output: A JSON line is appended to this file.
     """
-    try:
-        gptqmodel = importlib.import_module("gptqmodel")
-    except ModuleNotFoundError:
-        raise SystemExit(
-            "GPTQModel isn't installed here. Use an environment of its own: "
-            "pip install gptqmodel, then run this file with that environment's Python."
-        ) from None
+    gptqmodel = library("gptqmodel", "gptqmodel")
     torch.set_num_threads(threads)
     tokens = load_file(calibration)["ids"].long()
     chosen = gptqmodel.QuantizeConfig(
@@ -76,11 +67,7 @@ def main(
     )
     seconds = time.process_time() - start
     network = multiplied_out(loaded.model)
-    found = {}
-    for file in evaluation:
-        held_out = load_file(file)["ids"].long().view(-1, tokens.shape[1])[:segments]
-        found[Path(file).stem] = round(perplexity(network, held_out), 3)
-    row: dict[str, Any] = {
+    row = {
         "peer": f"GPTQModel {gptqmodel.__version__}",
         "model": Path(model).name,
         "calibration": Path(calibration).name,
@@ -88,13 +75,10 @@ def main(
         "group_size": group_size,
         "mse": mse,
         "desc_act": desc_act,
-        "perplexity": found,
+        "perplexity": perplexities(network, evaluation, tokens.shape[1], segments),
         "processor_seconds": round(seconds, 1),
     }
-    print(json.dumps(row))
-    if output:
-        with Path(output).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
+    report(row, output)
 
 
 @torch.no_grad()

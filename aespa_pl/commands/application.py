@@ -21,7 +21,7 @@ from aespa_pl.commands.effect import refuse_other_quantization, without_effect
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import check_space, shortages, tuning_shortages
-from aespa_pl.commands.output import CELL, new_progress, print_results, quiet
+from aespa_pl.commands.output import CELL, print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, chosen_loggers, first_trainer
@@ -72,7 +72,7 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     chosen_loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     world = _launch(trainer, console)
-    with new_progress(console) as progress:
+    with WalkProgress(console, terse=CELL in os.environ) as progress:
         if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         if resume in (None, LAST) and (idle := without_effect(parsed.arguments, job.quantization)):

@@ -18,7 +18,7 @@ import aespa_pl
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
-from aespa_pl.commands.output import store, warn
+from aespa_pl.commands.output import store
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import (
@@ -171,7 +171,7 @@ def compare_perplexities(
         values = {name: {**known, **measured}[name] for name in texts}
         if kind == "nearest":
             if diverged := [name for name, value in values.items() if not math.isfinite(value)]:
-                warn(progress, f"round-to-nearest has no finite perplexity on {', '.join(diverged)}")
+                progress.warn(f"round-to-nearest has no finite perplexity on {', '.join(diverged)}")
             values = {name: value for name, value in values.items() if name not in diverged}
         else:
             refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])

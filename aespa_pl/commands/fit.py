@@ -22,7 +22,6 @@ from aespa_pl.commands.block_types import lacking_tokenizer, types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
-from aespa_pl.commands.output import warn
 from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
@@ -67,7 +66,7 @@ def fit(
             progress.say(words)
         words = few_tokens(len(tokens), job.segment_length, job.shape.widest_input) or ""
         if words and job.quantization.uses_inputs:
-            warn(progress, words)
+            progress.warn(words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
@@ -149,7 +148,7 @@ def _start(
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
         if words := job.pretrained.unused():
-            warn(progress, words)
+            progress.warn(words)
         progress.begin("Checking weights, tensors", len(job.pretrained.tensors))
         for name in job.pretrained.tensors:  # all: a NaN in the last block is noticed before hours of work
             job.pretrained.tensor(name, job.dtype)
@@ -157,7 +156,7 @@ def _start(
         run = Run.create(job.runs_folder, fingerprint)
         locks.enter_context(run.locked())
         for warning in _seen(job):
-            warn(progress, warning)
+            progress.warn(warning)
     else:
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it
@@ -190,12 +189,12 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     if not run.metrics_file.is_file():
         return None
     if damage := run.damage():
-        warn(progress, f"{run.folder}: {damage}: what was lost is made again")
+        progress.warn(f"{run.folder}: {damage}: what was lost is made again")
         run.metrics_file.unlink()  # a process that is killed meanwhile leaves a run that is not finished
         return None
     metrics = run.metrics()
     if metrics is None:
-        warn(progress, f"{run.metrics_file} is damaged: the perplexities are measured again")
+        progress.warn(f"{run.metrics_file} is damaged: the perplexities are measured again")
     return metrics
 
 

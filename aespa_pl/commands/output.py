@@ -1,7 +1,6 @@
 """Print and store the results of ``fit`` and ``test``, and keep other libraries' messages off the screen."""
 
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,6 @@ from rich.table import Table
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable, known, left_out, result_table, with_others
-from aespa_pl.progress import WalkProgress
 from aespa_pl.run.schema import Measured
 from aespa_pl.storage.files import write_json, write_text
 
@@ -38,23 +36,6 @@ MESSAGES = (  # warnings of other libraries that a walk would repeat for each bl
     ".*LeafSpec.*",
     ".*GPU available but not used.*",  # trainer.accelerator says so
 )
-
-
-class CellProgress(WalkProgress):
-    """Shows the bars of a cell, and none of the lines that each cell would repeat."""
-
-    def say(self, line: str) -> None:
-        """Print nothing."""
-
-
-def new_progress(console: Console) -> WalkProgress:
-    """Return the progress of a run, or of a cell of a comparison."""
-    return (CellProgress if CELL in os.environ else WalkProgress)(console)
-
-
-def warn(progress: WalkProgress, line: str) -> None:
-    """Print a line that a cell of a comparison prints as well."""
-    progress.console.print(line, soft_wrap=True)
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:

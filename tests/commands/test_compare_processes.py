@@ -17,7 +17,7 @@ from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.cell_process import in_process
 from aespa_pl.commands.compare import compare, run
-from aespa_pl.commands.output import CELL, new_progress, warn
+from aespa_pl.progress import WalkProgress
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import CompareSettings
@@ -75,12 +75,11 @@ def test_processes_leave_runs_like_any_other(tmp_path: Path, capfd: pytest.Captu
     assert finished["perplexity"]["quantized"] == pytest.approx(finished["perplexity"]["nearest"], rel=1e-2)
 
 
-def test_a_cell_says_its_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CELL, "1")
+def test_a_cell_says_its_warnings_alone() -> None:
     console = Console(file=io.StringIO(), record=True)
-    progress = new_progress(console)
+    progress = WalkProgress(console, terse=True)
     progress.say("run folder: x")
-    warn(progress, "x is a calibration text as well")
+    progress.warn("x is a calibration text as well")
     assert console.export_text() == "x is a calibration text as well\n"
 
 
