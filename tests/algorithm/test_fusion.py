@@ -68,14 +68,13 @@ for name, counter in counters.items():
 for heads in (1, 2):
     for rows, columns in ((6, 32), (12, 64)):
         for group_size in (None, 16):
-            for bits in (2, 4):
-                W = torch.randn(heads, rows, columns)
-                grid = min_max_grid(W, torch.ones(columns), GridFormat(bits, group_size=group_size))
-                r, B = start(W, W, grid)
-                there = SoftRounding(r.lower, r.base, None, r.scale, r.zeta, r.largest)
-                for beta in (None, 7.5):
-                    H = torch.eye(columns)[None]
-                    rounding_loss(B, there, H, None, weight=1.5 / heads, beta=beta)
+            W, bits = torch.randn(heads, rows, columns), 2 * heads
+            grid = min_max_grid(W, torch.ones(columns), GridFormat(bits, group_size=group_size))
+            r, B = start(W, W, grid)
+            there = SoftRounding(r.lower, r.base, None, r.scale, r.zeta, r.largest)
+            for beta in (None, 7.5):
+                H = torch.eye(columns)[None]
+                rounding_loss(B, there, H, None, weight=1.5 / heads, beta=beta)
 print(max(counter.frame_count for counter in counters.values()))
 torch._dynamo.reset()
 """

@@ -36,7 +36,6 @@ CHANGES: dict[str, Any] = {
     "tuning.held_back": 0.2,
 }
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "opt": {"products": "tf32"},
     "bloom": {"products": "bfloat16"},
     "llama": {"products": "float32"},
     "qwen3": {"products": "tf32", "optq.rows": True},

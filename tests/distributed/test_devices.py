@@ -34,6 +34,7 @@ def command(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     )
 
 
+FAST = "--quantization.method=aespa-fast"
 CHECKS = [
     peers.sums_and_parts,
     peers.shares_make_the_whole,
@@ -45,10 +46,9 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("processes", [3, MANY])
-def test_pieces(processes: int, bench: Bench) -> None:
+def test_pieces(bench: Bench) -> None:
     checks = [check.__name__ for check in CHECKS]
-    outcome = bench.forks.run(checks, processes=processes, target="tests.peers:main")
+    outcome = bench.forks.run(checks, processes=MANY, target="tests.peers:main")
     for text in outcome.texts:
         right = [line for line in text.splitlines() if line.endswith(": right")]
         assert right == [f"{check}: right" for check in checks], "\n".join(outcome.texts)
@@ -56,18 +56,17 @@ def test_pieces(processes: int, bench: Bench) -> None:
 
 def test_lightning_starts_them(bench: Bench, whole: Whole) -> None:
     """The first process starts the second, when a user types the command."""
-    outcome = command(["-m", "aespa_pl", *bench.arguments("two", *TWO)])
+    outcome = command(["-m", "aespa_pl", *bench.arguments("two", FAST, *TWO)])
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
     assert lines[-1] == str(bench.run("two"))
     assert len([line for line in lines if line.startswith("block ")]) == BLOCKS  # the first speaks
     lines = [x for x in outcome.stderr.splitlines() if x.startswith("aespa-pl:")]
     assert [x for x in lines if "waiting for 2 processes" not in x] == []  # on a slow machine
-    bench.check("two", like=whole())
+    bench.check("two", like=whole(FAST))
 
 
 HYBRID = ("--quantization.method=aespa-hybrid", "--data.hidden_states=disk")
-FAST = "--quantization.method=aespa-fast"
 SLURM = {
     "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "quantize", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_NODEID": "0", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}",

@@ -123,8 +123,7 @@ def interrupted(method: str, step: int, folder: Path, monkeypatch: pytest.Monkey
 
 
 STEPS = {
-    "rtn": 0, "aespa-fast": 0, "aespa": 3, "aespa-hybrid": 3, "adaround": 3, "brecq": 7, "omniquant": 3,
-    "affinequant": 3, "aespa-tuned": 3,
+    "rtn": 0, "aespa-fast": 0, "aespa": 3, "brecq": 7, "omniquant": 3, "affinequant": 3, "aespa-tuned": 3,
 }  # fmt: skip
 """Steps at which runs are killed: in the second epoch, or in that of the second unit. Those without steps are
 killed after their first block; one of them has one stream of hidden states, and the other two."""

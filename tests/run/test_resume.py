@@ -15,7 +15,7 @@ from tests.forks import Outcome
 from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, kill_at_each
 from tests.walks import BLOCKS
 
-KILLS = int(os.environ.get("AESPA_KILLS", "6"))
+KILLS = int(os.environ.get("AESPA_KILLS", "4"))
 """Number of kills; AESPA_KILLS asks for more."""
 CHECKPOINT = "version_*/checkpoints/*/*.ckpt"
 
@@ -53,13 +53,11 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
 
 
 MOMENTS = [
-    "journal.json",
     "checkpoints/block_000/*.ckpt",
     f"checkpoints/block_000/step_{ITERATIONS}*.ckpt",
     "blocks/block_000.safetensors",
     "model/model-00002-of-00003.safetensors",
     f"checkpoints/block_001/step_{2 * EVERY}*.ckpt",
-    f"checkpoints/block_001/step_{ITERATIONS}*.ckpt",
     "blocks/block_001.safetensors",
     "model/model.safetensors.index.json",
 ]

@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from aespa_pl.models.hub import resolve
 from tests.run.bench import LAST, results
+from tests.walks import shortened
 
 KEYS = {
-    "model.pretrained": "embedded:llama",
     "data.calibration.source": "embedded",
     "data.calibration.segments": 16,
     "data.calibration.segment_length": 128,
@@ -25,7 +28,13 @@ KEYS = {
 
 
 def start(folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
-    keys = {**KEYS, "data.cache": folder / "cache", "output.folder": folder, "output.name": name}
+    keys = {
+        **KEYS,
+        "model.pretrained": folder / "model",
+        "data.cache": folder / "cache",
+        "output.folder": folder,
+        "output.name": name,
+    }
     options = [f"--{key}={value}" for key, value in keys.items()]
     return subprocess.Popen(
         [sys.executable, "-m", "aespa_pl", "fit", *options, *more],
@@ -43,6 +52,9 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def test_killed_with_two_threads_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    source = resolve("embedded:llama")
+    shortened(AutoModelForCausalLM.from_pretrained(source)).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "model")
     killed, whole = (tmp_path / name / "version_0" for name in ("killed", "whole"))
     with start(tmp_path, "whole") as process:
         until = time.monotonic() + 300

@@ -51,20 +51,15 @@ def finished(bench: Bench, name: str, whole: dict[str, bytes]) -> str:
 
 MOMENTS = [
     "portions/block_000_000.safetensors",
-    f"{BLOCK}/step_1.ckpt",
     f"{BLOCK}/step_4.ckpt",
-    f"{BLOCK}/step_6.ckpt",
     f"{BLOCK}/step_12.ckpt",
     "blocks/block_000.safetensors",
-    "checkpoints/block_001/tuning/step_12.ckpt",
-    f"{MODEL}/step_1.ckpt",
     f"{MODEL}/step_6.ckpt",
     f"{MODEL}/step_8.ckpt",
     "tuned.safetensors",
     "rewriting/blocks/block_000.safetensors",
     "rewriting/model/model-00002-of-00003.safetensors",
     "rewriting/blocks/block_001.safetensors",
-    "rewriting/model/model-00003-of-00003.safetensors",
     "model/model.safetensors.index.json",
 ]
 """Files that have just appeared when the run is killed, in their order."""
