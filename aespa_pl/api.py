@@ -38,6 +38,7 @@ from aespa_pl.storage.files import checksum, disk_errors, write_json, write_tens
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
 OF_CALL = ("tokenizer", "calibration", "evaluation", "config", "progress")  # as in the signature
+EXPORT = ("verify", "container_bits", "embedding", "original", "push_to_hub")
 OF_COMMAND = re.compile(rf"--(?=(?:{'|'.join((*SECTIONS, FREE))})\.)")
 """Matches the dashes before a key in messages of the command line."""
 KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
@@ -73,6 +74,8 @@ class QuantizedRun:
         ``format`` (hf, compressed-tensors, awq, gptq, gguf) and ``options`` (verify, container_bits ...) are
         those of ``aespa-pl export``; ``output`` is the folder to write, by default its own.
         """
+        if other := next((key for key in options if key not in EXPORT), None):
+            raise UserError(f"{other} is unknown{nearest(other, EXPORT)}")
         target = expanded(output or self.folder / "export" / format)
         export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
         return target
@@ -168,7 +171,12 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
     if given is None:
         return []
     names = get_type_hints(get_type_hints(DataSettings)[name]).keys()
-    known = dict(given) if isinstance(given, Mapping) and given.keys() <= names else {key: given}
+    known = {key: given}
+    if isinstance(given, Mapping):
+        other = next((k for k in given if k not in names), None)
+        if other is not None and not all(isinstance(v, int | float) for v in given.values()):  # proportions
+            raise UserError(f"{name}.{other} is unknown{nearest(str(other), sorted(names))}")
+        known = dict(given) if other is None else known
     texts = known.get(key, "")
     if name == "calibration" and isinstance(texts, list | tuple) and not texts:
         raise UserError("calibration is an empty list: give texts, token ids, or the name of a text")
@@ -201,8 +209,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
             parsed = AespaCLI(given, "fit")
             run, metrics = application.quantize(parsed, interruption, console)
     except (UserError, PeerLostError, OSError) as error:
-        words = system_words(error) if isinstance(error, OSError) else str(error)
-        words = OF_COMMAND.sub("", words)
+        words = OF_COMMAND.sub("", system_words(error) if isinstance(error, OSError) else str(error))
         raise UserError(one_line(f"{words}{_then(interruption)}")) from error
     except RunInterrupted as stop:  # it ends as a process ends that does not watch signals
         if stop.number != signal.SIGINT:
@@ -234,10 +241,7 @@ def _own_process() -> Iterator[None]:
 def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
     """Return the folder of a model in memory, in its own types. Raises UserError where it can't be kept."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(
-            "tokenizer is missing: give the tokenizer of a model that is in memory, because the quantized "
-            "model is stored with it"
-        )
+        raise UserError("tokenizer is missing: give that of the model, because the run is stored with it")
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError("model has weights on the meta device: load it whole, or give its name or folder")
 

@@ -16,7 +16,11 @@ from aespa_pl.errors import EndedError, UserError, one_line, system_words
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 MISTAKE = 2  # status of what the user can mend
-OTHER_VALUE = re.compile(r'Parser key "(\w+)":\s+Expected a typing\.Literal\[(.*)\]\. Got value: (.*)')
+OTHER_VALUE = re.compile(
+    r'Parser key "(\w+)":\s+(?:Does not validate.*?)?Expected a typing\.Literal\[(.*?)\]'
+    r"(?:\. Got value: |.*Given value: )(.*)",
+    re.DOTALL,
+)
 """What jsonargparse says of a value that is none of several."""
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""

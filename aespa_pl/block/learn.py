@@ -3,6 +3,7 @@
 Source: docs/algorithm.md, step 4; Eq. 27 and 28 of the paper.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
 from aespa_pl.run.checkpointing import read_checkpoint
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
-from aespa_pl.storage.files import write_tensors
+from aespa_pl.storage.files import checksum_of, write_tensors
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Learner:
         ]
         integers: dict[str, list[Tensor]] = {name: [] for name in learned}
         for number, portion in enumerate(learning_portions(divisible, context.partition)):
-            # a checkpoint holds only variables: in another type the grid that they belong to is another
             name = f"{', '.join(heads.key for heads in portion)} in {context.source.dtype}"
-            training = Training(block.index, name, block_curves(block.index), number)
+            start = checksum_of(_starts(portion, learned))
+            training = Training(block.index, name, block_curves(block.index), number, start=start)
             of_portion = context.world.from_first(partial(self._learned_before, training))
             if of_portion is None:
                 module = self._module(portion, block)
@@ -150,3 +151,14 @@ class Learner:
         """Return the integers that a portion had learned before an interruption, if it had."""
         file = self.context.run.portion_to_continue(training)
         return None if file is None else load_file(file)
+
+
+def _starts(portion: Portion, projections: Mapping[str, QuantizedProjection]) -> Iterator[Tensor]:
+    """Yield grids and integers: variables of a checkpoint are of weights between two values of these grids.
+
+    Sums in another order, as with another batch size, device or number of threads, make other ones.
+    """
+    for heads in portion:
+        p = projections[heads.name]
+        grid = p.grid.heads(heads.first, heads.end - heads.first)
+        yield from (grid.scale, grid.zero_point, grid.zeta, p.integers[heads.first : heads.end])

@@ -25,7 +25,7 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
 from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole, WalkProgress
-from aespa_pl.run.find import find_run, refuse_smoke_test
+from aespa_pl.run.find import LAST, find_run, refuse_smoke_test
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
 
@@ -79,11 +79,13 @@ def export(
     """
     chosen = make_format(format, container_bits, embedding)
     questions = choose_engines(format, verify)
+    if name and run != LAST:
+        raise UserError(f"--name {name} chooses among runs, and {run} is one already: leave one of them out")
     folder = find_run(run, expanded(runs_folder), name)
     refuse_smoke_test(folder)
     target = expanded(output).absolute() if output else folder / "export" / format
     if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
-        raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")
+        raise UserError(f"--output: {target} exists and is not an empty folder: choose another")
     model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))
     chosen.refuse(model)
     # no format exceeds the size of the original by much

@@ -122,8 +122,11 @@ def missing_in_words(**words: str) -> Iterator[None]:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return ``: did you mean X?`` for a misspelt name, the empty string where nothing is near."""
-    same_end = [key for key in known if key.split(".")[-1] == name.rsplit(".", maxsplit=1)[-1]]
-    likely = same_end[:1] or get_close_matches(name, known, n=1)
+    section, _, last = name.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    alike = [siblings[key] for key in get_close_matches(last, siblings, n=1, cutoff=0.85)]
+    same_end = [key for key in known if key.split(".")[-1] == last]
+    likely = alike or same_end[:1] or get_close_matches(name, known, n=1)
     return f": did you mean {likely[0]}?" if likely else ""
 
 

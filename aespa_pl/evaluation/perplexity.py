@@ -186,4 +186,5 @@ def summary(divergences: Tensor, same: Tensor) -> Divergence:
     values = divergences.double().flatten()
     # kthvalue, because torch.quantile has a limit of 16 million values
     rare = values.kthvalue(max(1, round(RARE * len(values)))).values
-    return Divergence(float(values.mean()), float(rare), float(same.double().mean()))
+    mean = max(0.0, float(values.mean()))  # nearly equal models: rounding in float32 may leave less than 0
+    return Divergence(mean, float(rare), float(same.double().mean()))

@@ -99,6 +99,7 @@ def measure_tasks(
     if change_stem is not None:
         change_stem(model)
     if change is not None:
+        family_of(model.config).unfuse(model)  # experts have projections of their own then
         blocks = cast(nn.Module, model.get_submodule(family_of(model.config).blocks_path))
         for index, block in enumerate(blocks.children()):
             change(index, block)

@@ -51,10 +51,13 @@ class CompressedTensors(PackedFormat):
         return packed
 
     def obstacles_of_experts(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
-        """Yield zero points of experts, and experts that transformers keeps in one tensor on disk."""
+        """Yield zero points, experts in 16 bits, and experts that transformers keeps in one tensor."""
         if any(part is not None for name in model.matrices for _, part in model.family.places(name)[:1]):
             why = "files of this model have all experts in one tensor, which the format has no name for"
             yield why, "Use --format hf"
+        if model.keeps_experts:
+            why = "transformers reads either all experts as integers or none"
+            yield why, "Use --format hf, or quantize all of them"
         if not model.quantization.symmetric:
             why = "transformers and vLLM read no zero points of experts"
             yield why, "Use --format hf, or quantize with quantization.symmetric true"

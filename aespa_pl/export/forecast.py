@@ -34,7 +34,8 @@ def forecast(
     mixture = None if other_heads(config) else MIXTURE.get(settings.bits)
     in_gguf = _in_gguf(settings, shape, mixture) if lacking is None else f"no GGUF file, because {lacking}"
     files = f"{in_gguf}; {_in_folders(settings, shape, config)}"
-    least, *_, most = sorted(bits for bits, *_ in _matrices(settings, shape))
+    all_bits = {bits for bits, *_ in _matrices(settings, shape)}
+    least, most = min(all_bits), max(all_bits)
     return f"{least if least == most else f'{least} to {most}'} bits, {kind}, {groups}: {files}"
 
 

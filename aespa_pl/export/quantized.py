@@ -190,6 +190,12 @@ class QuantizedModel:
         """Return whether blocks have mixtures of experts."""
         return any(self.layout(i).mixture is not None for i in range(self.block_count))
 
+    @property
+    def keeps_experts(self) -> bool:
+        """Return whether an expert has a projection that is not quantized."""
+        found = (p for _, projections in self._projections.values() for p in projections)
+        return any(p.kept and p.expert is not None for p in found)
+
     def stem_type(self, name: str) -> str | None:
         """Return the block type that a run with a format of llama.cpp gave embedding or head; else None."""
         parts = {name: part for part, name in self.parts.items()}

@@ -9,6 +9,7 @@ from aespa_pl.paths import expanded
 LAST = "last"  # word for the run that was worked on last
 JOURNAL = "journal.json"
 SMOKE_NAME = "_smoke_test"  # end of the names of runs of trainer.fast_dev_run, which leave no model
+NAMELESS = ("", "..")  # last parts of relative paths that are no name
 GIVE = "give the folder of a run (NAME/version_N)"
 
 
@@ -24,6 +25,8 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
         missing = f"there is no run in {runs / (name or '')}: begin with aespa-pl fit, or {GIVE}"
     else:
         path = expanded(given)
+        if path.name in NAMELESS:
+            path = path.resolve()
         above = (folder for folder in (path, *path.parents) if (folder / JOURNAL).is_file())
         run = next(above, None) or last_run(path.parent, path.name)
         missing = f"{given} is not the folder of a run, nor a file inside one: {GIVE}, or last"
@@ -36,7 +39,8 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
                     f"{path} is a link, which a run does not hold, because what it leads to would be read "
                     "and overwritten: put the file or folder itself in its place, or remove it"
                 )
-    return run
+    # whoever asks for the name of the run gets one
+    return run.resolve() if run.parent.name in NAMELESS else run
 
 
 def last_run(runs: Path, name: str | None = None) -> Path | None:

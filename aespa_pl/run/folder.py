@@ -29,11 +29,15 @@ class Training:
     """Place among the trainings of the block whose results are kept until the block is complete."""
     processes: int = 1
     """Number of processes that train it together, where the result depends on that."""
+    start: str = ""
+    """Checksum of the grids and integers that it starts from, where they are computed again in a resume: what
+    a checkpoint holds belongs to them."""
 
     @property
     def key(self) -> str:
         """Return the name that a checkpoint has to have in common with the training that continues it."""
-        return self.name + (f", {self.processes} processes" if self.processes > 1 else "")
+        processes = f", {self.processes} processes" if self.processes > 1 else ""
+        return self.name + processes + (f", from {self.start}" if self.start else "")
 
 
 def block_curves(block: int, unit: str = "") -> str:

@@ -20,7 +20,7 @@ from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.batches import Batches, in_turn
-from aespa_pl.storage.files import write_tensors
+from aespa_pl.storage.files import checksum_of, write_tensors
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import RunBlock, output_error
 from aespa_pl.tuning.training import LearningRates
@@ -80,7 +80,7 @@ class BlockTuner:
             last = Unit(FEED_FORWARD, sublayers[1], self._run_block, targets)
             learned, finite = self._tune_before(index, first, tunable, inputs)
             weights |= learned
-        found = self._tune_unit(self._training(index, last), last, tunable, inputs)
+        found = self._tune_unit(self._training(index, last, tunable), last, tunable, inputs)
         weights |= found.weights[0]
         changed = changed_fraction([tunable.weights], [weights])
         return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
@@ -90,7 +90,7 @@ class BlockTuner:
     ) -> tuple[dict[str, StoredWeight], bool]:
         """Tune a unit that another follows, or read what an interrupted run learned of it (``read_unit``)."""
         context = self.context
-        training, file = context.world.from_first(lambda: self._known_unit(index, unit))
+        training, file = context.world.from_first(lambda: self._known_unit(index, unit, tunable))
         if file is not None:
             return read_unit(file, tunable)
         found = self._tune_unit(training, unit, tunable, inputs)
@@ -100,14 +100,16 @@ class BlockTuner:
             context.run.note_portion(training, file)
         return found.weights[0], found.finite
 
-    def _training(self, index: int, unit: Unit) -> Training:
-        # a checkpoint lacks zero points and targets, which are others where blocks run in another type
+    def _training(self, index: int, unit: Unit, tunable: TunableBlock) -> Training:
+        # a checkpoint lacks zero points and signs of scales, and targets, which are another dtype's
         name = f"{f'tuning {unit.name}'.strip()} in {self.context.source.dtype}"
-        return Training(index, name, block_curves(index, unit.name), processes=self.context.world.size)
+        start = checksum_of(tensor for _, tensor in sorted(weight_tensors(tunable.weights).items()))
+        processes = self.context.world.size
+        return Training(index, name, block_curves(index, unit.name), processes=processes, start=start)
 
-    def _known_unit(self, index: int, unit: Unit) -> tuple[Training, Path | None]:
+    def _known_unit(self, index: int, unit: Unit, tunable: TunableBlock) -> tuple[Training, Path | None]:
         """Return the training of a unit, and the file of what it has learned, if there is one."""
-        run, training = self.context.run, self._training(index, unit)
+        run, training = self.context.run, self._training(index, unit, tunable)
         known = [record.key for record in run.portions]
         number = known.index(training.key) if training.key in known else len(known)
         training = replace(training, number=number)

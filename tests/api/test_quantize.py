@@ -149,7 +149,7 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         ({"calibrationn": "c4"}, r"^calibrationn is unknown: did you mean calibration\?$"),
         ({"bits": 9}, r"quantization\.bits is 9: expected 2 to 8$"),
         ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),
-        ({"tokenizer": None}, r"tokenizer is missing: give the tokenizer"),
+        ({"tokenizer": None}, r"tokenizer is missing: give that of the model"),
         ({"calibration": torch.zeros(3)}, r"calibration has the shape \[3\] and the type torch\.fl"),
         ({"calibration": "One line.\nAnother."}, r"give texts in memory as a list of them"),
         ({"calibration": {"source": "a long text " * 99, "segment_length": 9}}, r"File name too long"),
@@ -164,6 +164,10 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         (
             {"evaluation": "embedded", "data": {"evaluation": {"texts": ["c4"]}}},
             r'texts is \["c4"\], but the k',
+        ),
+        (
+            {"calibration": {"source": "embedded", "segmnts": 4}},
+            r"^calibration\.segmnts is unknown: did you mean segments\?$",
         ),
         ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
         ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),

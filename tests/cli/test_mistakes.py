@@ -177,6 +177,11 @@ def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
     [
         ("fit", ["--tasks", "[piqa]"], r"tasks is a key of aespa-pl test alone"),
         ("test", ["--tasks", "[piqa]", "--task_limit", 0], r"task_limit is 0: expected a whole number"),
+        (
+            "compare",
+            ["--compare.method", "rtn"],
+            r"compare\.method is unknown: did you mean compare\.methods\?",
+        ),
         ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
     ],
 )

@@ -91,6 +91,13 @@ def test_the_configuration_of_a_run_has_its_size_and_is_refused_for_a_smaller_on
     assert "from the configuration, and it is chosen for this size" in err
 
 
+def test_a_run_may_quantize_a_single_matrix(aespa: CommandLine) -> None:
+    words = ("--quantization.bits_of", "{'*': 16, 0.v_proj: 8}", "--trainer.fast_dev_run", "true")
+    status, out, err = aespa("fit", *BASE, *words)
+    assert (status, err) == (0, "")
+    assert "8 bits, asymmetric, per channel: " in out
+
+
 def test_plan_shows_the_types_of_each_projection(aespa: CommandLine) -> None:
     status, out, err = aespa("plan", *BASE, *TYPED, "--quantization.target", "400 kB")
     assert (status, err) == (0, "")

@@ -64,6 +64,10 @@ def test_a_model_does_not_diverge_from_itself(models: tuple[PreTrainedModel, Pre
     assert (found.mean, found.rare, found.same_top) == (0, 0, 1)
 
 
+def test_no_mean_divergence_is_below_zero() -> None:
+    assert summary(torch.tensor([-1e-7, 0.0]), torch.ones(2)).mean == 0  # what float32 leaves of equal models
+
+
 def test_one_position_in_a_thousand_lies_above_the_quantile() -> None:
     values = torch.arange(1, 2001).float()[torch.randperm(2000)]
     assert summary(values, torch.ones(2000)).rare == 1998

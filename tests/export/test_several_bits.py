@@ -110,6 +110,13 @@ def test_experts_that_are_kept_in_part_are_no_tensor_of_llama_cpp(known: MakeRun
         Gguf().refuse(keeping(run, "expert_0_down_proj"))
 
 
+def test_experts_that_are_kept_are_read_by_no_engine_of_compressed_tensors(known: MakeRun) -> None:
+    run = known("qwen3-moe", 4, 32, symmetric=True)
+    CompressedTensors().refuse(keeping(run, "q_proj"))
+    with pytest.raises(UserError, match=r"either all experts as integers or none\. Use --format hf"):
+        CompressedTensors().refuse(keeping(run, "expert_0_down_proj"))
+
+
 def test_a_kept_layer_of_linear_attention_comes_back_in_its_order(known: MakeRun, tmp_path: Path) -> None:
     model = keeping(known("qwen3.5-grouped", 4, None), "out_proj")
     name = "model.layers.0.linear_attn.out_proj.weight"

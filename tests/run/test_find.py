@@ -30,6 +30,20 @@ def test_a_run_is_named_by_its_folder_a_file_in_it_its_name_or_as_the_last(tmp_p
     assert find_run("last", tmp_path) == deeper
 
 
+def test_a_short_relative_path_leads_to_a_run_with_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path / "a", 1000)
+    (run / "blocks").mkdir()
+    for folder, given in ((run.parent, run.name), (run, "."), (run / "blocks", ".."), (run.parent, ".")):
+        monkeypatch.chdir(folder)
+        found = find_run(given, Path("nowhere"))
+        assert (found.resolve(), found.parent.name) == (run, "a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        find_run(".", Path("nowhere"))  # not the last run of any name below it
+
+
 def test_the_last_run_is_no_smoke_test_unless_its_name_is_given(tmp_path: Path) -> None:
     real, smoke = run_of(tmp_path / "a", 1000), run_of(tmp_path / "a_smoke_test", 2000)
     assert find_run("last", tmp_path) == real

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from aespa_pl.run.interruption import SIGNALS, Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from tests.run.stopping import LAST, options, whole_block
+from tests.run.stopping import LAST, options
 from tests.walks import Quantized, walk
 
 both = pytest.mark.parametrize("number", SIGNALS)
@@ -165,8 +165,7 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     run = Run.open(tmp_path / "runs" / "version_0")
     assert list(run.blocks) == [0]
     assert run.checkpoint is not None
-    file = run.checkpoint_to_continue(whole_block(1))
-    assert file is not None
+    file = run.folder / run.checkpoint.file
     assert file.name == f"step_{saved}-interrupted.ckpt"
     assert torch.load(file, weights_only=True)["global_step"] == saved
     # afterwards nothing waits any more
