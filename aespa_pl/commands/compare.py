@@ -172,6 +172,10 @@ def _run_cells(
         write_text(folder / "compare.csv", cells_csv(cells))
         write_text(folder / "compare.md", summary(cells).markdown())
     print_table(console, summary(cells))
+    others = {file.parents[1].name for file in folder.glob("*/version_*/metrics.json")}
+    if others := others - {cell.name for cell in cells}:
+        words = f"finished before, but not named now, and so not in the table: {', '.join(sorted(others))}"
+        console.print(words, soft_wrap=True)
     try:
         drawn = figure(cells)
     except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.cell_process import in_process
 from aespa_pl.commands.compare import compare, run
+from aespa_pl.errors import EndedError
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
@@ -73,6 +74,11 @@ def test_processes_leave_runs_like_any_other(tmp_path: Path, capfd: pytest.Captu
     finished = Run.open(folder / "rtn_w3_s0" / "version_0").metrics()
     assert finished is not None
     assert finished["perplexity"]["quantized"] == pytest.approx(finished["perplexity"]["nearest"], rel=1e-2)
+    with pytest.raises(EndedError):  # the program of this cell fails
+        compare(
+            CompareSettings(methods=["optq"], bits=[3], seeds=[0]), shared, lambda _: "it failed", console
+        )
+    assert "and so not in the table: rtn_w3_s0\n" in console.export_text()
 
 
 def test_a_cell_says_its_warnings_alone() -> None:
