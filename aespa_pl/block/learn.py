@@ -161,4 +161,5 @@ def _starts(portion: Portion, projections: Mapping[str, QuantizedProjection]) ->
     for heads in portion:
         p = projections[heads.name]
         grid = p.grid.heads(heads.first, heads.end - heads.first)
-        yield from (grid.scale, grid.zero_point, grid.zeta, p.integers[heads.first : heads.end])
+        yield from (grid.scale, grid.zero_point, grid.zeta)
+        yield p.integers[heads.first : heads.end].to(torch.uint8)

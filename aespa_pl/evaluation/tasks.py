@@ -99,10 +99,7 @@ def measure_tasks(
     if change_stem is not None:
         change_stem(model)
     if change is not None:
-        family_of(model.config).unfuse(model)  # experts have projections of their own then
-        blocks = cast(nn.Module, model.get_submodule(family_of(model.config).blocks_path))
-        for index, block in enumerate(blocks.children()):
-            change(index, block)
+        change_blocks(model, change)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     results = simple_evaluate(
         HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.task_batch_size),
@@ -119,6 +116,14 @@ def measure_tasks(
         for name in [asked] if known else tasks.manager.load([asked])["tasks"]:
             scores[name] = _score(name, results)
     return scores
+
+
+def change_blocks(model: PreTrainedModel, change: BlockChange) -> None:
+    """Change each block of a model that transformers has loaded; experts get projections of their own."""
+    family = family_of(model.config)
+    family.unfuse(model)
+    for index, block in enumerate(cast(nn.Module, model.get_submodule(family.blocks_path)).children()):
+        change(index, block)
 
 
 def unpacked_config(folder: Path) -> PreTrainedConfig:

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
-from aespa_pl.evaluation.tasks import find_tasks, measure_tasks, refuse_too_large
+from aespa_pl.evaluation.tasks import change_blocks, find_tasks, measure_tasks, refuse_too_large
 from aespa_pl.models.hub import resolve
 from aespa_pl.settings import TaskSettings
+from tests.models.examples import make_ids, make_model
 
 harness = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("accelerate") is None,
@@ -86,6 +87,24 @@ def by_hand(folder: Path, items: list[dict[str, Any]], *, zeroed: bool = False) 
         solved.append(scores.index(max(scores)) == item["label"])
     mean = sum(solved) / len(solved)
     return mean, math.sqrt(mean * (1 - mean) / (len(solved) - 1))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_a_change_finds_the_projections_of_each_expert(name: str) -> None:
+    model = make_model(name)
+    ids = make_ids(2)
+    with torch.no_grad():
+        before = model(ids).logits
+        visited: list[tuple[int, nn.Module]] = []
+
+        def visit(index: int, block: nn.Module) -> None:
+            visited.append((index, block.get_submodule("mlp.experts.0.gate_proj")))
+
+        change_blocks(model, visit)
+        torch.testing.assert_close(model(ids).logits, before)
+        nn.init.zeros_(visited[1][1].get_parameter("weight"))
+        assert not torch.equal(model(ids).logits, before)
+    assert [index for index, _ in visited] == list(range(len(visited)))
 
 
 @harness
