@@ -186,5 +186,5 @@ def summary(divergences: Tensor, same: Tensor) -> Divergence:
     values = divergences.double().flatten()
     # kthvalue, because torch.quantile has a limit of 16 million values
     rare = values.kthvalue(max(1, round(RARE * len(values)))).values
-    mean = max(0.0, float(values.mean()))  # nearly equal models: rounding in float32 may leave less than 0
-    return Divergence(mean, float(rare), float(same.double().mean()))
+    mean = values.mean().clamp(min=0)  # of nearly equal models float32 may leave less; NaN stays
+    return Divergence(float(mean), float(rare), float(same.double().mean()))

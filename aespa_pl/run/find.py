@@ -39,7 +39,7 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
                     f"{path} is a link, which a run does not hold, because what it leads to would be read "
                     "and overwritten: put the file or folder itself in its place, or remove it"
                 )
-    # whoever asks for the name of the run gets one
+    # the commands take output.name from the folder above
     return run.resolve() if run.parent.name in NAMELESS else run
 
 

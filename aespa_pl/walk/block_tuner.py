@@ -103,7 +103,7 @@ class BlockTuner:
     def _training(self, index: int, unit: Unit, tunable: TunableBlock) -> Training:
         # a checkpoint lacks zero points and signs of scales, and targets, which are another dtype's
         name = f"{f'tuning {unit.name}'.strip()} in {self.context.source.dtype}"
-        start = checksum_of(tensor for _, tensor in sorted(weight_tensors(tunable.weights).items()))
+        start = checksum_of(weight_tensors(tunable.weights).values())
         processes = self.context.world.size
         return Training(index, name, block_curves(index, unit.name), processes=processes, start=start)
 

@@ -70,6 +70,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> aespa_pl.QuantizedRun:
     return call(tmp_path_factory.mktemp("whole"))
 
 
+def test_a_misspelt_keyword_of_export_is_named(whole: aespa_pl.QuantizedRun) -> None:
+    with pytest.raises(aespa_pl.UserError, match=r"^verifi is unknown: did you mean verify\?$"):
+        whole.export("hf", verifi="bytes")
+
+
 def test_memory_and_files_give_the_same_integers(
     whole: aespa_pl.QuantizedRun, aespa: CommandLine, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_model_does_not_diverge_from_itself(models: tuple[PreTrainedModel, Pre
 
 def test_no_mean_divergence_is_below_zero() -> None:
     assert summary(torch.tensor([-1e-7, 0.0]), torch.ones(2)).mean == 0  # what float32 leaves of equal models
+    assert math.isnan(summary(torch.tensor([math.nan, 0.0]), torch.ones(2)).mean)
 
 
 def test_one_position_in_a_thousand_lies_above_the_quantile() -> None:
