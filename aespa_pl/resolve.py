@@ -1,6 +1,5 @@
 """Fill in, from the method, the settings that the user leaves at null."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS, Parametrization
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.settings.quantization import KEPT, bits_of_type
+from aespa_pl.settings.quantization import bits_of_type
 
 RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 """Hidden size up to which two learning rates hold, and the factor that is left of them at five times that
@@ -36,11 +35,13 @@ def resolved(
     device: str = "cpu",
     width: int | None = RATE_WIDTH,
     segments: int | None = None,
+    bits: int | None = None,
 ) -> QuantizationSettings:
     """Return the settings with every null that the method decides filled in, and without auto.
 
     Settings that are resolved already come back unchanged. ``device`` is the type of the device that blocks
-    run on, ``width`` the hidden size of the model; without it learning rates stay null. Integers stay in the
+    run on, ``width`` the hidden size of the model; without it learning rates stay null. ``bits`` are those
+    of most projections, which the rates are for; null: what ``settings.bits`` says. Integers stay in the
     end-to-end tuning where so many calibration ``segments`` give too few steps to move one. Raises UserError
     where settings contradict each other.
     """
@@ -53,15 +54,11 @@ def resolved(
                 f"quantization.tuning.blocks.parametrization {learned} (method {settings.method}) can't "
                 "learn: choose straight-through or annealed, or another method"
             )
-        known = Counter(bits_of_type(kind) for key, kind in settings.types.items() if "." in key)
-        bits = settings.bits if settings.format == "auto" else bits_of_type(settings.format)
-        if known:  # learning rates are for the bits of most projections
-            bits = known.most_common(1)[0][0]
+        bits = bits or (settings.bits if settings.format == "auto" else bits_of_type(settings.format))
         settings = replace(settings, bits=bits, bits_of={})
     elif settings.target is not None:
-        chosen = Counter(bits for key, bits in settings.bits_of.items() if "." in key and bits < KEPT)
-        settings = replace(settings, bits=chosen.most_common(1)[0][0] if chosen else settings.bits)
-    rates = {} if width is None else _rates(settings, learned, width, segments)
+        settings = replace(settings, bits=bits or settings.bits)
+    rates = {} if width is None else _rates(settings, learned, width, segments, bits or settings.bits)
     decided = {
         "input_correction": method.input_correction,
         "grid": {"search": method.search, "zfold": method.zfold, "awq": method.awq},
@@ -132,25 +129,30 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
 
 
 def _rates(
-    settings: QuantizationSettings, learned: Parametrization, width: int, segments: int | None
+    settings: QuantizationSettings, learned: Parametrization, width: int, segments: int | None, bits: int
 ) -> dict[str, dict[str, float]]:
-    """Return the learning rates of integers and of scales in the tuning of blocks, and of the model."""
+    """Return the learning rates of integers and of scales in the tuning of blocks, and of the model.
+
+    ``bits`` are those of most projections. Rates of integers are for ``settings.bits``; each projection has
+    its own in proportion.
+    """
     narrow = min(1.0, max(LEAST_FACTOR, RATE_WIDTH / width))
     step = 3 / (2.0**settings.bits - 1)  # distance of two integers beside that at 2 bits, of the same range
     error = step**2  # rounding's error beside that at 2 bits
+    most = 3 / (2.0**bits - 1)
     model = settings.tuning.model
     if settings.format == "uniform":
         integers, scales = BLOCK_RATES[learned]
-        of_model, model_scales = MODEL_INTEGER_RATE * error, MODEL_SCALE_RATE * min(error, narrow)
+        of_model, model_scales = MODEL_INTEGER_RATE * error, MODEL_SCALE_RATE * min(most**2, narrow)
     else:
         integers, scales = TYPE_BLOCK_RATES
         of_model = TYPE_MODEL_INTEGER_RATE * error
-        model_scales = min(LARGEST_TYPE_SCALE_RATE, TYPE_MODEL_SCALE_RATE * step) * narrow
+        model_scales = min(LARGEST_TYPE_SCALE_RATE, TYPE_MODEL_SCALE_RATE * most) * narrow
     if learned in MOVING:  # rows of more weights move further in each step
         integers = step * integers * narrow
     # Adam's steps are about as long as the rate, whose mean is half of the largest; an integer is half a step
     # from the next one
-    if segments is not None and model.epochs * segments // model.batch_size * of_model < 1:
+    if segments is not None and model.epochs * segments // model.batch_size * of_model * most / step < 1:
         of_model = 0.0
     return {
         "blocks": {"integer_rate": integers, "scale_rate": scales},

@@ -14,8 +14,9 @@ from jsonargparse import auto_cli
 from rich.table import Table
 
 from aespa_pl.commands.arguments import is_own
-from aespa_pl.commands.keys import A_RUN, missing_in_words
+from aespa_pl.commands.keys import A_RUN, in_words
 from aespa_pl.commands.limits import check_space
+from aespa_pl.commands.output import quiet
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import measured
 from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
@@ -39,7 +40,7 @@ PARTIAL = ".aespa-pl.partial"  # folder in the target with the files of an expor
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
     """Read the words of the command line, and export. Raises UserError where :func:`export` does."""
     formats = f"--format is missing: one of {', '.join(get_args(FormatName))}"
-    with missing_in_words(run=A_RUN, format=formats):
+    with in_words(export, run=A_RUN, format=formats):
         auto_cli(export, args=list(words[1:]), prog="aespa-pl export", exit_on_error=False)
 
 
@@ -111,7 +112,8 @@ def export(
         chosen.write(model, partial, progress.advance)
         progress.begin("Reading back, blocks", model.block_count)
         sizes = prove(model, chosen, partial, progress.advance)
-        answers = ask(model, chosen, partial, questions)
+        with quiet():
+            answers = ask(model, chosen, partial, questions)
         verified = {agreement.engine: agreement.text for agreement in answers.agreements}
         write_text(partial / "README.md", model_card(model, chosen, command, verified, answers.beside))
     console.print(_table(chosen, target, sizes))

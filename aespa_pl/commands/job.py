@@ -1,6 +1,7 @@
 """Check model, texts and settings before a command's work begins, in ``fit``, ``test`` and ``plan`` alike."""
 
 import hashlib
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -204,7 +205,10 @@ def checked(
     quantization = replace(quantization, types=block_types(quantization, config))
     layouts = layouts_of(family, config, quantization)
     shape = Shape.of(config, layouts)
-    quantization = resolved(quantization, device.type, shape.hidden, settings.data.calibration.segments)
+    numbers = Counter(quantization.bits_for(i, name) for i, has in enumerate(shape.of_blocks) for name in has)
+    bits = max(numbers, key=numbers.__getitem__, default=None)
+    segments = settings.data.calibration.segments
+    quantization = resolved(quantization, device.type, shape.hidden, segments, bits)
     given = Checked(settings.model, settings.data, quantization, settings.output, device, config, stored)
     name, positions, length = settings.model.pretrained, family.positions(config), given.segment_length
     limits.check_length("calibration", length, positions, name)

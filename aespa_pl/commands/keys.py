@@ -2,9 +2,10 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from inspect import signature
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -109,24 +110,35 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
 
 
 @contextmanager
-def missing_in_words(**words: str) -> Iterator[None]:
-    """Say in ``words`` which of the words that a command needs are missing from its command line."""
+def in_words(command: Callable[..., Any], **words: str) -> Iterator[None]:
+    """Say in ``words`` what a command needs and its command line lacks, and which option doesn't exist."""
     try:
         yield
     except ArgumentError as error:
         names = re.fullmatch(r"the following arguments are required: (.*)", str(error))
-        if names is None:
+        if names is not None:
+            raise UserError("; ".join(words[name] for name in names[1].split(", "))) from error
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", str(error))
+        if unknown is None:
             raise
-        raise UserError("; ".join(words[name] for name in names[1].split(", "))) from error
+        takes = signature(command).parameters.values()
+        options = [f"--{p.name}" for p in takes if p.kind is p.KEYWORD_ONLY or p.default is not p.empty]
+        hint = nearest(unknown[1], options) or f": expected one of {', '.join(options)}"
+        raise UserError(f"{unknown[1]} is unknown{hint}") from error
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return ``: did you mean X?`` for a misspelt name, the empty string where nothing is near."""
     section, _, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    alike = [siblings[key] for key in get_close_matches(last, siblings, n=1, cutoff=0.85)]
     same_end = [key for key in known if key.split(".")[-1] == last]
-    likely = alike or same_end[:1] or get_close_matches(name, known, n=1)
+    elsewhere = [key for key in known if key not in siblings.values()]
+    likely = (
+        [siblings[key] for key in get_close_matches(last, siblings, n=1, cutoff=0.85)]
+        or same_end[:1]
+        or [siblings[key] for key in get_close_matches(last, siblings, n=1)]
+        or get_close_matches(name, elsewhere, n=1)
+    )
     return f": did you mean {likely[0]}?" if likely else ""
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 
-from aespa_pl.commands.keys import A_RUN, missing_in_words
+from aespa_pl.commands.keys import A_RUN, in_words
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
 from aespa_pl.report.stored import read_runs
@@ -29,7 +29,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
         "last: the run that was worked on last, of all.",
     )
     parser.add_function_arguments(report, skip={"runs"})
-    with missing_in_words(runs=A_RUN):
+    with in_words(report, runs=A_RUN):
         given = parser.parse_args(list(words[1:]))
     report(given.runs, given.output, given.figures, given.runs_folder)
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from aespa_pl.commands.arguments import FREE, Arguments
-from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS
+from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS, nearest
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
@@ -162,6 +163,10 @@ def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
 
 
 def _value_refused(error: ArgumentError) -> str:
+    if unknown := re.search(rf"unrecognized arguments: (?:--)?({FREE}\.\w+)", str(error)):
+        known = [f"{FREE}.{key}" for key in signature(Trainer).parameters if key not in WALK_KEYS]
+        hint = nearest(unknown[1], known)
+        return f"{unknown[1]} is unknown{hint or f': aespa-pl fit --help {FREE} shows what there is'}"
     key = re.search(r'key "([^"]*)"', str(error))
     if key is None:
         return f"{first_cause(error)}: aespa-pl fit --help {FREE} shows what it takes"

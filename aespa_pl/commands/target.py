@@ -23,9 +23,6 @@ from aespa_pl.settings import Settings
 from aespa_pl.sizing.choose import Choices, Mixture, Target, bytes_of, limit_of
 from aespa_pl.sizing.matrices import SizedMatrix, predicted_losses, typed_matrices, uniform_matrices
 
-ATTEMPTS = 3
-"""Choices at most: what a file says of its own making is a little longer or shorter with each."""
-
 
 def for_target(
     job: Job, given: Settings, resume: str | None, progress: WalkProgress, world: World = ALONE
@@ -77,20 +74,20 @@ def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
     def limit(other: int) -> float:
         return limit_of(target, given.quantization.target, matrices, other)
 
-    candidate, other = job, _other_bytes(job, matrices)
-    limit(other)  # a size that can't be is refused before the work
+    reserved = _other_bytes(job, matrices)
+    limit(reserved)  # a size that can't be is refused before the work
     total = 2 + sum(len(layout.projections) for layout in job.layouts)
     progress.begin("Choosing for the target, matrices", total)
     losses = predicted_losses(
         job.stream(job.pretrained), job.calibration(), matrices, job.quantization, progress.advance
     )
     choices = Choices.of(matrices, losses)
-    for _ in range(ATTEMPTS):
-        chosen = choices.best(limit(other))
-        candidate = _with_choice(job, given, chosen)
-        before, other = other, _other_bytes(candidate, matrices)
-        if other <= before:
+    while True:  # what a file says of its own making is a little longer or shorter with each choice
+        chosen = choices.best(limit(reserved))
+        other = _other_bytes(_with_choice(job, given, chosen), matrices)
+        if other <= reserved:
             break
+        reserved = other
     size, others = other + choices.bytes(chosen), _llama_cpp(job, given, choices, other)
     return Mixture(
         chosen=chosen, predicted=choices.loss(chosen), bytes=size, curve=choices.curve(other), others=others

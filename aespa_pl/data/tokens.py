@@ -186,8 +186,8 @@ def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: 
     """Raise UserError if the model lacks an embedding for a token: tokenizer and model don't fit."""
     if (highest := int(tokens.max())) >= vocabulary_size:
         raise UserError(
-            f"model.pretrained: the tokenizer gives token id {highest}, but the model's vocabulary "
-            f"has {vocabulary_size} entries; use the tokenizer that belongs to the model"
+            f"model.pretrained: the texts have token id {highest}, but the model's vocabulary has "
+            f"{vocabulary_size} entries: use the model's own tokenizer, or token ids that it made"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as library_logging
 
 from aespa_pl.errors import UserError
 
@@ -49,7 +48,6 @@ class Transformers(Engine):
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Run all tokens at once."""
-        library_logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **self.options)
         with torch.inference_mode():
             logits: Tensor = model.eval()(tokens[None], use_cache=False).logits[0].float()

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models import family_of
+from aespa_pl.models.family import layouts_of
 from aespa_pl.models.llama_cpp import OTHER_ORDER, crosses_heads, other_heads, unsupported_part
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
@@ -63,6 +64,9 @@ def _in_folders(settings: QuantizationSettings, shape: Shape, config: PreTrained
     ]
     if any(part is not None for name in experts for _, part in family.places(name)[:1]):
         return "no compressed-tensors, which has no name for experts in one tensor"
+    groups = (group for layout in layouts_of(family, config, settings) for group in layout.groups)
+    if any(p.kept and p.expert is not None for group in groups for p in group.projections):
+        return "no compressed-tensors, which has experts either all as integers or none"
     if shape.layout.mixture is not None and not settings.symmetric:
         return "no compressed-tensors, which has no zero points of experts: set quantization.symmetric true"
     matrices = list(_matrices(settings, shape))

@@ -42,9 +42,9 @@ else:
 Proportions = dict[str, FinitePositive]
 
 EXPECTED: dict[Any, str] = {  # in error messages: what a value of each type has to be
-    Bits: "2 to 8",
+    Bits: "a whole number from 2 to 8",
     RunName: "a name, which becomes a folder in output.folder",
-    ProjectionBits: "2 to 8, or 16 for a projection that stays as it is",
+    ProjectionBits: "a whole number from 2 to 8, or 16 for a projection that stays as it is",
     Seed: "0 to 4294967295",
     PositiveInt: "a whole number, 1 or more",
     NonNegativeInt: "a whole number, 0 or more",

@@ -117,7 +117,7 @@ def test_required_key_and_yaml_mistakes(aespa: CommandLine, model: Path) -> None
         (b"quantization: 3\n", r"quantization is a section, not a value: .*\(wrong\.yaml\)"),
         (
             b"quantization: {bits: 1, grup_size: 4}\ndata: {batch_size: 0}\n",
-            r"bits is 1: expected 2 to 8 \(wrong\.yaml\); .*grup_size is unknown: did you mean "
+            r"bits is 1: expected a .* 2 to 8 \(wrong\.yaml\); .*grup_size is unknown: did you mean "
             r"quantization\.group_size\? \(wrong\.yaml\); data\.batch_size is 0: .*; model\.pretrained is",
         ),
     ],

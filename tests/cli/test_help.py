@@ -111,6 +111,12 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
         ),
         (["plan", "--print_config"], r"print_config is a key of aespa-pl fit alone"),
         (["fit", "--trust_run", "maybe"], r"pl: trust_run is maybe: expected true or false$"),
+        (["export", "last", "--fromat", "gguf"], r"--fromat is unknown: did you mean --format\?$"),
+        (
+            ["export", "last", "--container-bits", "8"],
+            r"--container-bits is unknown: did you mean --container",
+        ),
+        (["report", "last", "--colour", "red"], r"--colour is unknown: expected one of --output, --figures"),
         (["export", "last", "--format", "ggml"], r"--format is ggml: expected one of hf, .*, gptq, gguf"),
     ],
 )

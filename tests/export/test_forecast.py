@@ -98,6 +98,12 @@ def test_files_that_export_refuses_are_not_promised() -> None:
     shape = Shape.of(config, family_of(config).layouts(config))
     said = forecast(QuantizationSettings(bits=4, symmetric=True), shape, config)
     assert "no compressed-tensors, which has no name for experts in one tensor" in said
+    config = make_model("qwen3-moe").config
+    shape = Shape.of(config, family_of(config).layouts(config))
+    kept = QuantizationSettings(bits=4, symmetric=True, bits_of={"expert_1_up_proj": 16})
+    assert "no compressed-tensors, which has experts either all as integers or none" in forecast(
+        kept, shape, config
+    )
     config = CONFIGS["qwen3.5-grouped"]()
     shape = Shape.of(config, family_of(config).layouts(config))
     assert "no GGUF file, because llama.cpp has the value heads" in forecast(

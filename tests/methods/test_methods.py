@@ -8,19 +8,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from aespa_pl.commands.job import checked
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS, Method
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     Bits,
     BlockTuningSettings,
+    CalibrationSettings,
+    DataSettings,
+    EvaluationSettings,
     GridSettings,
+    ModelSettings,
     ModelTuningSettings,
     ObjectiveSettings,
     OptqSettings,
+    OutputSettings,
     PolishSettings,
     QuantizationSettings,
     RoundingSettings,
+    Settings,
     TuningSettings,
     keys_of,
 )
@@ -137,6 +144,18 @@ def test_the_end_to_end_tuning_learns_more_bits_and_wider_models_at_lower_rates(
     assert found.scale_rate == pytest.approx(scales)
     kept = changed({"tuning.model.integer_rate": 0.0}, QuantizationSettings(bits=bits))
     assert resolved(kept).tuning.model.integer_rate == 0
+
+
+def test_scales_are_learned_at_the_rate_of_most_projections() -> None:
+    config = make_model("llama").config  # seven projections in each block
+    data = DataSettings(CalibrationSettings(segment_length=16), EvaluationSettings(segment_length=16))
+    rates = []
+    for bits_of in ({}, {"v_proj": 4}, {"*": 4}, {"*": 4, "o_proj": 16}):
+        settings = QuantizationSettings(bits=2, bits_of=bits_of)
+        given = Settings(ModelSettings("m"), data, settings, OutputSettings())
+        rates.append(checked(given, torch.device("cpu"), config).quantization.tuning.model)
+    assert [found.scale_rate for found in rates] == pytest.approx([0.003, 0.003, 0.00012, 0.00012])
+    assert len({found.integer_rate for found in rates}) == 1  # of 2 bits; projections have it in proportion
 
 
 @pytest.mark.parametrize(
