@@ -146,7 +146,9 @@ def curves_are_of_all_rows(world: World) -> None:
         heads, rows, _ = p.weight.shape
         share = RowShare(heads, rows, p.G is not None, world)
         weight = share.part(p.weight)
-        parts[name] = ProjectionRounding(weight, weight, share.grid(p.grid), penalty=p.penalty, share=share)
+        parts[name] = ProjectionRounding(
+            weight, weight, p.grid.merged(share.part), penalty=p.penalty, share=share
+        )
         batch[name] = p.H, None if p.G is None else p.G[share.taken_heads]
     module = BlockRounding(parts, SETTINGS, "block 0")
     found = module._of_all_rows(curves(module, batch))

@@ -36,7 +36,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
     def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat, effort: Effort) -> tuple[Grid, float]:
         share = p.share(world)
         searched = [search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)]
-        whole = share.whole_grid(joined([grid for grid, _ in searched]))
+        whole = joined([grid for grid, _ in searched]).merged(share.whole)
         return whole, share.sum(float(sum(loss for _, loss in searched)))
 
     for group in block.layout.groups:

@@ -36,7 +36,7 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
         updated, integers, grids, added = zip(*found, strict=True)
         p.updated = share.whole(torch.cat(updated))
         p.integers = share.whole(torch.cat(integers).to(torch.uint8))
-        p.grid = share.whole_grid(joined(grids))
+        p.grid = joined(grids).merged(share.whole)
         p.measured["extra_damping"] = world.largest(float(torch.cat(added).max()))
 
 
@@ -115,7 +115,7 @@ def _take(p: QuantizedProjection, found: list[tuple[Descent, Grid]], world: Worl
     """Take the integers of this process's rows and of all others', and write down what was found."""
     share, descents = p.share(world), [part for part, _ in found]
     before, p.integers = p.integers, share.whole(torch.cat([part.integers for part in descents]))
-    p.grid = share.whole_grid(joined([grid for _, grid in found]))
+    p.grid = joined([grid for _, grid in found]).merged(share.whole)
     # rows that end early keep their last loss
     curves = [part.losses.sum(0) for part in descents]
     steps = int(world.largest(max(map(len, curves))))

@@ -121,7 +121,7 @@ class Learner:
         rounding = ProjectionRounding(
             share.part(p.weight[some]),
             share.part(updated[some]),
-            share.grid(grid),
+            grid.merged(share.part),
             penalty=settings.penalty_attention if attention else settings.penalty_other,
             share=share,
         )

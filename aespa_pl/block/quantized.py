@@ -106,7 +106,7 @@ class QuantizedProjection:
         """Yield the rows of a share: all at once, or head by head where the Hessians are on disk."""
         weight, integers = share.part(self.weight), share.part(self.integers)
         factor = share.part(self.row_factor)
-        grid, G, taken = share.grid(self.grid), self.other_side, share.taken_heads
+        grid, G, taken = self.grid.merged(share.part), self.other_side, share.taken_heads
         if self.hessian.in_memory:
             H = self.hessian[:] if len(self.hessian) == 1 else self.hessian[taken]
             yield Rows(weight, grid, integers, factor, H, None if G is None else G[taken])

@@ -49,7 +49,8 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
-from aespa_pl.storage.cache import checksum, keep, recalled
+from aespa_pl.storage.cache import keep, recalled
+from aespa_pl.storage.files import checksum_of
 
 PERPLEXITIES = "perplexities"  # kind of what is kept in the cache
 MENDED_BY = {"original": "check model.pretrained", "quantized": "quantize with another method or more bits"}
@@ -194,7 +195,7 @@ def measured_on(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
         "rounded": rounding if kind == "nearest" else None,
         "dtype": str(job.dtype).removeprefix("torch."),
         "device": job.device.type,
-        "tokens": checksum(tokens),
+        "tokens": checksum_of([tokens]),
         "segments": list(tokens.shape),
         "versions": versions,
     }

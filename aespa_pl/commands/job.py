@@ -1,6 +1,5 @@
 """Check model, texts and settings before a command's work begins, in ``fit``, ``test`` and ``plan`` alike."""
 
-import hashlib
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from aespa_pl.resolve import resolved
 from aespa_pl.run.journal import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, Settings
 from aespa_pl.storage.cache import cache_folder
+from aespa_pl.storage.files import checksum_of
 from aespa_pl.walk.stem import ROWS
 
 
@@ -159,7 +159,7 @@ class Job(Checked):
             "model": self.model_fingerprint,
             "version of aespa-pl": aespa_pl.__version__,  # another one may compute something else
             "calibration": {
-                "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+                "tokens": checksum_of([tokens]),
                 "segments": self.data.calibration.segments,
                 "segment_length": self.segment_length,
                 "seed": self.data.calibration.seed,

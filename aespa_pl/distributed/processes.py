@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
-from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.errors import EndedError, NumericalError
 
 T = TypeVar("T")
@@ -168,14 +167,6 @@ class RowShare:
             return part
         own = (part if self.by_heads else part[0])[: len(self._own)]
         return self.world.gather(own, self._size).view(self.heads, self.rows, *part.shape[2:])
-
-    def grid(self, grid: Grid) -> Grid:
-        """Return this process's part of a grid."""
-        return grid.merged(self.part)
-
-    def whole_grid(self, grid: Grid) -> Grid:
-        """Return the grid of all rows from the parts of all processes."""
-        return grid.merged(self.whole)
 
     def sum(self, number: float) -> float:
         """Return the sum over the processes of a number that each has for its own rows."""

@@ -22,7 +22,7 @@ from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
-from aespa_pl.storage.cache import checksum
+from aespa_pl.storage.files import checksum_of
 
 RARE = 0.999
 """The quantile of the positions' divergences that is reported beside their mean."""
@@ -116,7 +116,7 @@ def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) 
 
 def tokens_of(texts: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what tells the segments ``[segments, L]`` of each text from others."""
-    return {name: f"{tuple(tokens.shape)} {checksum(tokens)}" for name, tokens in texts.items()}
+    return {name: f"{tuple(tokens.shape)} {checksum_of([tokens])}" for name, tokens in texts.items()}
 
 
 @dataclass(frozen=True)

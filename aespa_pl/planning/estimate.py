@@ -93,7 +93,7 @@ def block_waits(shape: Shape, work: Work, settings: QuantizationSettings) -> dic
     return waits
 
 
-def product_rate(device: torch.device, columns: int, seconds: float = 1.0) -> float:
+def product_rate(device: torch.device, columns: int, seconds: float) -> float:
     """Return the operations a second that products of matrices with so many columns reach on a device."""
     rows = min(columns, max(64, MEASURED_WEIGHTS // columns))
     W, H = (torch.randn(n, columns, device=device) for n in (rows, columns))

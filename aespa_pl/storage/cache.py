@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
-from aespa_pl.storage.files import write_tensors
+from aespa_pl.storage.files import checksum_of, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def recalled(cache: Path, kind: str, made_from: Mapping[str, object]) -> Tensor 
     except (OSError, SafetensorError) as error:
         log.warning("making %s again: what the cache has in %s can't be read (%s)", kind, path, error)
         return None
-    if stored != {"made_from": description, "sha256": checksum(tensor)}:
+    if stored != {"made_from": description, "sha256": checksum_of([tensor])}:
         log.warning("making %s again: what the cache has in %s is damaged", kind, path)
         return None
     return tensor
@@ -56,7 +55,7 @@ def keep(cache: Path, kind: str, made_from: Mapping[str, object], tensor: Tensor
     path, description = _entry(cache, kind, made_from)
     try:
         with alone_in(path.parent):
-            metadata = {"made_from": description, "sha256": checksum(tensor)}
+            metadata = {"made_from": description, "sha256": checksum_of([tensor])}
             write_tensors(path, {kind: tensor}, metadata)
     except (OSError, UserError) as error:
         # write_tensors words its error for a run's own files; the system's reason is underneath
@@ -64,11 +63,6 @@ def keep(cache: Path, kind: str, made_from: Mapping[str, object], tensor: Tensor
         advice = "set data.cache to a folder with space that can be written to"
         failed = "the %s will be made again next time: cannot write to %s (%s); %s"
         log.warning(failed, kind, path.parent, reason, advice)
-
-
-def checksum(tensor: Tensor) -> str:
-    """Return the SHA-256 of the numbers of a tensor."""
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _entry(cache: Path, kind: str, made_from: Mapping[str, object]) -> tuple[Path, str]:
