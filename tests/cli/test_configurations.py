@@ -96,17 +96,6 @@ def test_a_section_that_is_given_twice_is_refused_with_both_lines(aespa: Command
     )
 
 
-def test_required_key_and_yaml_mistakes(aespa: CommandLine, model: Path) -> None:
-    assert aespa("fit")[0] == 2
-    Path("wrong.yaml").write_text(f"model:\n  pretrained: {model}\nquantization:\n  bit: 3\n")
-    status, _, err = aespa("fit", "--config", "wrong.yaml")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "quantization.bit" in err
-    Path("broken.yaml").write_text("model: [\n")
-    status, _, err = aespa("fit", "--config", "broken.yaml")
-    assert (status, err.count("\n")) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

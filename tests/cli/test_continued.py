@@ -102,36 +102,25 @@ def test_a_run_is_measured_with_its_own_bits_and_groups(
     assert 2 < sizes[0]["quantized"]["bits_per_weight"] < 4
 
 
-def test_a_run_keeps_the_places_of_its_model_and_cache(
+def test_a_run_keeps_the_places_of_its_model_its_texts_and_its_cache(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path would be looked for in another folder, and then on the hub."""
+    """A relative path would be looked for in another folder, and then on the hub.
+
+    Only names of files are in the tables, so they are the same from every folder.
+    """
     Path("opt").symlink_to(model)
-    places = ("--model.pretrained", "opt", "--data.cache", "kept")
-    status, out, _ = aespa("fit", *small(model), *places, *NO_TEXTS)
+    Path("texts").mkdir()
+    Path("texts/held.txt").write_text("the cat sat on the mat and looked at the dog. " * 40)
+    Path("embedded").write_text("a file, but embedded means the text that comes with the package")
+    texts = ("--data.evaluation.texts", "[texts/held.txt, embedded]")
+    places = ("--model.pretrained", "opt", "--data.cache", "cache")
+    status, out, _ = aespa("fit", *small(model), *texts, *places)
     assert status == 0
     run = Path(out.splitlines()[-1]).absolute()
     settings = yaml.safe_load((run / "config.yaml").read_text())
     assert settings["model"]["pretrained"] == str(Path("opt").absolute())
-    assert settings["data"]["cache"] == str(Path("kept").absolute())
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    status, _, err = aespa("fit", "--ckpt_path", run)
-    assert (status, err) == (0, "")
-
-
-def test_a_run_keeps_the_places_of_its_texts_and_its_cache(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only names of files are in the tables, so they are the same from every folder."""
-    Path("texts").mkdir()
-    Path("texts/held.txt").write_text("the cat sat on the mat and looked at the dog. " * 40)
-    Path("embedded").write_text("a file, but embedded means the text that comes with the package")
-    texts = ("--data.evaluation.texts", "[texts/held.txt, embedded]", "--data.cache", "cache")
-    status, out, _ = aespa("fit", *small(model), *texts)
-    assert status == 0
-    run = Path(out.splitlines()[-1]).absolute()
-    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    data = settings["data"]
     assert data["evaluation"]["texts"] == [str(Path("texts/held.txt").absolute()), "embedded"]
     assert data["calibration"]["source"] == "embedded"
     assert data["cache"] == str(Path("cache").absolute())
@@ -156,16 +145,11 @@ def test_a_quantized_model_is_not_quantized_again(aespa: CommandLine, model: Pat
     assert "give the original to model.pretrained" in err
 
 
-def test_the_last_run_of_any_name_is_measured(aespa: CommandLine, finished: Done) -> None:
+def test_without_any_run_there_is_nothing_to_measure(aespa: CommandLine) -> None:
     for words in ((), LAST):
         status, _, err = aespa("test", *words)
         assert (status, err.count("\n")) == (2, 1)
         assert "there is no run in lightning_logs: begin with aespa-pl fit, or give the folder" in err
-    run = finished.copied("mine")
-    for words in ((), LAST):
-        status, out, err = aespa("test", *words)
-        assert (status, err) == (0, "")
-        assert Path(out.splitlines()[-1]) == run
 
 
 def test_the_run_that_was_continued_last_is_measured_and_continued(
@@ -219,16 +203,6 @@ def test_model_dtype_may_change_in_a_continued_run(aespa: CommandLine, model: Pa
     Path("lightning_logs/aespa/version_0/metrics.json").unlink()
     arguments += ["--model.dtype", "float32", *LAST]
     assert aespa("fit", *arguments)[0] == 0
-
-
-def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path, finished: Done) -> None:
-    run = finished.copied()
-    status, out, _ = aespa("fit", *small(model), *LAST)
-    assert status == 0
-    assert "finished already" in out
-    assert "s for the quantization" in finished.out
-    assert "s for the quantization" not in out
-    assert out.splitlines()[-1] == str(run)
 
 
 def test_a_run_is_continued_with_less_free_memory(
