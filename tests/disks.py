@@ -1,4 +1,4 @@
-"""Make disks refuse, and check what the user reads about it."""
+"""Make disks refuse or lose bits, and check what the user reads about it."""
 
 import errno
 import os
@@ -12,6 +12,13 @@ from aespa_pl.errors import UserError
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def flip(path: Path) -> None:
+    """Change the last bit, which leaves the shapes right."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def full(*_: object, **__: object) -> NoReturn:

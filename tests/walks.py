@@ -201,6 +201,14 @@ def walk(
     return Quantized(model, ids, run, context.layout(0), said.getvalue())
 
 
+def same_files(one: Quantized, other: Quantized) -> None:
+    """Check that two walks have left the same tensors of their blocks."""
+    for index in range(BLOCKS):
+        a, b = one.file(index), other.file(index)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def shortened(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model with its first ``BLOCKS`` blocks: a second block sees quantized ones before."""
     del model.get_submodule(family_of(model.config).blocks_path)[BLOCKS:]

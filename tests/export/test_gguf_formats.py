@@ -17,6 +17,7 @@ from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.quantized import QuantizedModel, value_of
 from tests.cli.commands import CommandLine
+from tests.disks import flip
 from tests.export.configurations import llama
 from tests.export.runs import save_original
 
@@ -101,10 +102,7 @@ def test_other_formats_send_to_gguf(run: Path) -> None:
 
 def test_a_stem_that_is_damaged_is_noticed(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "version_0"))
-    file = copy / "blocks" / "stem.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(copy / "blocks" / "stem.safetensors")
     with pytest.raises(UserError, match=r"stem\.safetensors"):
         QuantizedModel.open(copy)
 

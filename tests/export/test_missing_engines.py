@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 
 import pytest
 
@@ -31,6 +30,7 @@ import sys
 optional = ("gguf", "compressed_tensors", "lm_eval", "xllamacpp", "beartype")
 sys.modules.update(dict.fromkeys(optional))  # as if they were not installed
 import aespa_pl.commands.application, aespa_pl.commands.compare, aespa_pl.commands.export
+import aespa_pl.export.folder
 from aespa_pl import quantize
 """
 
@@ -39,23 +39,7 @@ def test_all_but_exports_is_imported_without_their_libraries() -> None:
     """README: where the package is installed without extras, only what needs one refuses."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are imported where gguf and compressed-tensors are not installed."""
-    for package in ("aespa_pl", "aespa_pl.commands"):
-        # restored after the test, because other tests patch the modules that these attributes lead to
-        parent = import_module(package)
-        monkeypatch.setattr(parent, "export", import_module(f"{package}.export"))
-    for name in [name for name in sys.modules if name.startswith("aespa_pl.")]:
-        if name.startswith(("aespa_pl.export", "aespa_pl.commands.export")):
-            monkeypatch.delitem(sys.modules, name)
-    for name in ("gguf", "compressed_tensors"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in ("commands.export", "export.folder"):
-        import_module(f"aespa_pl.{name}")
-    with pytest.raises(ModuleNotFoundError):
-        import_module("aespa_pl.export.gguf")
+    # of which these two need none
     assert {"hf", "gptq"} == {name for name, kind in formats.CLASSES.items() if kind.startswith("folder:")}
 
 

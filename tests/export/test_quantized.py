@@ -14,6 +14,7 @@ from torch import Tensor
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel
+from tests.disks import flip
 from tests.export.conftest import MakeRun
 from tests.export.runs import CONFIGS, Known, dequantized, save_original
 
@@ -47,12 +48,6 @@ def edit_journal(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
     (folder / "journal.json").write_text(json.dumps(journal))
 
 
-def flip_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
-
-
 def test_unfinished_run_is_refused(fresh: Known) -> None:
     edit_journal(fresh.folder, lambda journal: journal["model"].clear())
     folder = fresh.folder.rename(fresh.folder.parent / "a version")
@@ -71,7 +66,7 @@ def test_unfinished_run_is_refused(fresh: Known) -> None:
     ],
 )
 def test_damaged_file_is_refused_by_name(file: str, fresh: Known) -> None:
-    flip_byte(fresh.folder / file)
+    flip(fresh.folder / file)
     with pytest.raises(
         UserError, match=rf"missing or changed: {file}.*: mend it with aespa-pl fit --ckpt_path"
     ):

@@ -20,7 +20,7 @@ from aespa_pl.run.checkpointing import JournaledCheckpointIO
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings
-from tests.walks import BLOCKS, Quantized, walk
+from tests.walks import BLOCKS, Quantized, same_files, walk
 
 CHANGES: dict[str, Any] = {
     "bits": 3,
@@ -136,9 +136,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     whole = walk("opt", tmp_path / "whole", CHANGES | {"method": method, "group_size": 4})
     check_export(whole, symmetric=False)
     found = interrupted(method, STEPS[method], tmp_path / "killed", monkeypatch)
-    for index in range(BLOCKS):
-        wanted = whole.file(index)
-        assert all(torch.equal(t, wanted[name]) for name, t in found.file(index).items())
+    same_files(found, whole)
     state = found.exported().state_dict()
     expected = whole.exported().state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

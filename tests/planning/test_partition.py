@@ -18,7 +18,7 @@ from aespa_pl.run.folder import Training
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.batches import BatchesOnDisk, MatricesOnDisk
-from tests.walks import Quantized, walk
+from tests.walks import Quantized, same_files, walk
 
 DIVIDED = Partition(heads=1, weights=600)
 """One head at a time, and of the blocks of the examples two projections of the attention at most."""
@@ -99,13 +99,6 @@ def test_heads_on_disk_read_like_a_tensor(tmp_path: Path) -> None:
         expected = matrices[2] + share * mean * torch.eye(3)
         torch.testing.assert_close(on_disk[2:3][0], expected)
     assert torch.equal(stored[:], matrices)
-
-
-def same_files(one: Quantized, other: Quantized) -> None:
-    for index in (0, 1):
-        a, b = one.file(index), other.file(index)
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def same_walks(divided: Quantized, whole: Quantized) -> None:

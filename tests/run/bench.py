@@ -108,12 +108,5 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def flip(path: Path) -> None:
-    """Change the last bit, which leaves the shapes right."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def remove(path: Path) -> None:
     path.unlink()

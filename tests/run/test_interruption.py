@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from aespa_pl.run.interruption import SIGNALS, Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from tests.run.stopping import LAST, options
-from tests.walks import Quantized, walk
+from tests.walks import Quantized, same_files, walk
 
 both = pytest.mark.parametrize("number", SIGNALS)
 
@@ -171,10 +171,7 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     # afterwards nothing waits any more
     assert not interruption._deferred
     continued = walk("opt", tmp_path, options=options(Interruption(), [], []), run=run)
-    for index in range(2):
-        expected, found = whole.file(index), continued.file(index)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    same_files(continued, whole)
     assert not run.checkpoint_folder(1).parent.exists()
 
 
@@ -213,10 +210,7 @@ def test_signal_in_a_validation_saves_after_it_and_goes_on_to_the_same_tensors(
     assert run.checkpoint is not None
     assert run.checkpoint.file.endswith(f"step_{4 * epoch}-interrupted.ckpt")
     continued = tune(Path("stopped"), Interruption(), run=run)
-    undisturbed = tune(Path("whole"), Interruption())
-    for index in range(2):
-        expected, found = undisturbed.file(index), continued.file(index)
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    same_files(continued, tune(Path("whole"), Interruption()))
 
 
 @both

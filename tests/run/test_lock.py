@@ -34,10 +34,8 @@ def test_lock_keeps_other_processes_off_until_theirs_is_dead(run: Run) -> None:
             pass
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait(timeout=30)
-    entered = False
     with run.locked():
-        entered = True
-    assert entered
+        pass
 
 
 def test_lock_is_taken_and_given_back(run: Run) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from aespa_pl.run.find import version_number
 from aespa_pl.storage.files import checksum
-from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, copied, flip, results
+from tests.disks import flip
+from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, copied, results
 
 
 def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> None:
@@ -54,7 +55,7 @@ def test_other_model_or_text_is_refused(what: str, bench: Bench, stopped: Path) 
 def test_what_was_learned_on_other_grids_is_learned_again(
     bench: Bench, stopped: Path, whole: dict[str, bytes]
 ) -> None:
-    """The values of the checkpoint are changed, so that a run that goes on from them ends otherwise."""
+    """A checkpoint is used: its values are changed, so that a run that goes on from them ends otherwise."""
     journal = json.loads((stopped / "journal.json").read_text())["checkpoint"]
     for grids, same in (("these", False), ("others", True)):
         run = copied(stopped, bench, f"{grids}_grids")

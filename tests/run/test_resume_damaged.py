@@ -9,7 +9,8 @@ import torch
 
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.files import checksum
-from tests.run.bench import ITERATIONS, LAST, Bench, check, copied, flip, remove, results, truncate
+from tests.disks import flip
+from tests.run.bench import LAST, Bench, check, copied, remove, truncate
 from tests.walks import BLOCKS
 
 BLOCK, SHARD = "blocks/block_000.safetensors", "model/model-00002-of-00003.safetensors"
@@ -55,25 +56,6 @@ def test_damaged_checkpoint_is_named_and_not_used(
     outcome = bench.fit(name, *LAST)
     assert f"block 1: {file} is damaged or missing: it is not used" in outcome.text.splitlines()
     check(bench, name, outcome, whole)
-
-
-def test_checkpoint_is_used(bench: Bench, stopped: Path, whole: dict[str, bytes]) -> None:
-    """The end is another with a checkpoint of other rounding variables in its place."""
-    name = "other_checkpoint"
-    run = copied(stopped, bench, name)
-    journal = bench.journal(name)
-    file = run / journal["checkpoint"]["file"]
-    content = torch.load(file, weights_only=True)
-    assert 0 < content["global_step"] <= ITERATIONS
-    for variables in content["state_dict"].values():
-        variables.neg_()
-    torch.save(content, file)
-    text = (run / "journal.json").read_text()
-    (run / "journal.json").write_text(text.replace(journal["checkpoint"]["checksum"], checksum(file)))
-    assert bench.fit(name, *LAST).status == 0
-    found = results(run)
-    assert found["blocks/block_000.safetensors"] == whole["blocks/block_000.safetensors"]
-    assert found["blocks/block_001.safetensors"] != whole["blocks/block_001.safetensors"]
 
 
 def test_checkpoint_of_a_newer_lightning_is_used(

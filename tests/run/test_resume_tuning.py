@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from aespa_pl.storage.files import checksum
-from tests.run.bench import LAST, Bench, check, copied, flip, kill_at_each, results, truncate
+from tests.disks import flip
+from tests.run.bench import LAST, Bench, check, copied, kill_at_each, results, truncate
 from tests.walks import BLOCKS
 
 TUNED = (

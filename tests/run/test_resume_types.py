@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.disks import flip
 from tests.export.configurations import llama
 from tests.forks import Forks
-from tests.run.bench import LAST, Bench, check, flip, kill_at_each, results
+from tests.run.bench import LAST, Bench, check, kill_at_each, results
 from tests.walks import save_with_words, shortened
 
 TYPES = (

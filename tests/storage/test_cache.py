@@ -12,6 +12,7 @@ from torch import Tensor
 from aespa_pl.data import tokens
 from aespa_pl.data.tokens import cached_tokens
 from aespa_pl.storage.cache import cache_folder
+from tests.disks import flip
 
 TOKENS = torch.arange(600, dtype=torch.int64).view(20, 30)
 
@@ -66,12 +67,6 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def write_other_tokens(path: Path) -> None:
     save_file({"tokens": TOKENS + 1}, path)
 
@@ -80,7 +75,7 @@ def write_other_tensor(path: Path) -> None:
     save_file({"ids": TOKENS}, path)
 
 
-@pytest.mark.parametrize("damage", [truncate, empty, flip_a_bit, write_other_tokens, write_other_tensor])
+@pytest.mark.parametrize("damage", [truncate, empty, flip, write_other_tokens, write_other_tensor])
 def test_a_damaged_file_is_noticed_and_made_again(
     tmp_path: Path, maker: Maker, caplog: pytest.LogCaptureFixture, damage: object
 ) -> None:

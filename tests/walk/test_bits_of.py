@@ -9,7 +9,7 @@ import torch
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.settings import QuantizationSettings
 from tests.walk.test_tuning import BOTH, LEARNED
-from tests.walks import Quantized, walk
+from tests.walks import Quantized, same_files, walk
 
 CASES = {
     "opt": {"fc2": 4, "1": 3, "1.v_proj": 2},
@@ -76,10 +76,8 @@ def test_the_same_bits_by_another_way_give_the_same_integers(tmp_path: Path) -> 
     first, *others = (
         walk("llama", tmp_path / str(i), {**METHODS["aespa-fast"], **way}) for i, way in enumerate(ways)
     )
-    for block in range(2):
-        tensors = first.file(block)
-        for other in others:
-            assert all(torch.equal(tensors[key], other.file(block)[key]) for key in tensors)
+    for other in others:
+        same_files(other, first)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +134,7 @@ def test_awq_with_a_kept_expert_beside_others_that_are_seen_in_another_pass(tmp_
     one, whole = (
         walk("qwen3-moe", tmp_path / str(p), changes, partition=p) for p in (Partition(experts=1), WHOLE)
     )
-    for name, integers in whole.file(1).items():
-        assert torch.equal(one.file(1)[name], integers)
+    same_files(one, whole)
 
 
 def test_a_block_that_is_kept_is_the_originals_whatever_type_blocks_run_in(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from aespa_pl.planning.partition import Partition
 from tests.models.examples import make_model
-from tests.walks import BLOCKS, shortened, walk
+from tests.walks import BLOCKS, same_files, shortened, walk
 
 CORRECTED = {"input_correction": 0.5}
 
@@ -22,15 +22,11 @@ def test_eight_bits_give_the_logits(tmp_path: Path) -> None:
 
 
 def test_values_behind_a_gate_are_the_same_in_several_passes(tmp_path: Path) -> None:
-    files = []
-    for heads in (None, 1):
-        folder = tmp_path / f"{heads}"
-        quantized = walk("qwen3.5", folder, CORRECTED, partition=Partition(heads=heads))
-        files.append([quantized.file(index) for index in range(BLOCKS)])
-    for whole, parts in zip(*files, strict=True):
-        assert whole.keys() == parts.keys()
-        for key, tensor in whole.items():
-            assert torch.equal(parts[key], tensor), key
+    whole, parts = (
+        walk("qwen3.5", tmp_path / f"{heads}", CORRECTED, partition=Partition(heads=heads))
+        for heads in (None, 1)
+    )
+    same_files(parts, whole)
 
 
 def test_a_sublayer_of_linear_attention_is_trained(tmp_path: Path) -> None:
