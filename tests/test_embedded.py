@@ -3,40 +3,18 @@
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aespa_pl.commands.evaluate import evaluate
-from aespa_pl.commands.job import Job
 from aespa_pl.data.texts import EMBEDDED
-from aespa_pl.settings import (
-    CalibrationSettings,
-    DataSettings,
-    EvaluationSettings,
-    ModelSettings,
-    OutputSettings,
-    QuantizationSettings,
-    Settings,
-)
+from tests.jobs import embedded, prepared
 
 FAMILIES = ["opt", "bloom", "llama"]
 
 
-def prepare(family: str, tmp_path: Path) -> Job:
-    data = DataSettings(
-        CalibrationSettings("embedded", 16, 256),
-        EvaluationSettings(["embedded"], 256, 40),
-        batch_size=20,
-        cache=str(tmp_path),
-    )
-    model = ModelSettings(f"embedded:{family}")
-    settings = Settings(model, data, QuantizationSettings(), OutputSettings(str(tmp_path)))
-    return Job.prepare(settings, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embedded_model_is_trained_and_two_bits_hurt(family: str, tmp_path: Path) -> None:
-    job = prepare(family, tmp_path)
+    job = prepared(embedded(family, length=256, cache=tmp_path, max_segments=40))
     texts = job.evaluation()
     original = evaluate(job, job.pretrained, texts)["embedded"]
     nearest = evaluate(job, job.pretrained, texts, nearest=True)["embedded"]
@@ -44,8 +22,8 @@ def test_embedded_model_is_trained_and_two_bits_hurt(family: str, tmp_path: Path
     assert nearest > 1.7 * original
 
 
-def test_embedded_models_differ_in_kind(tmp_path: Path) -> None:
-    layouts = {family: prepare(family, tmp_path) for family in FAMILIES}
+def test_embedded_models_differ_in_kind() -> None:
+    layouts = {family: prepared(embedded(family)) for family in FAMILIES}
     kinds = {name: job.pretrained.config.model_type for name, job in layouts.items()}
     assert kinds == {name: name for name in FAMILIES}
     llama = layouts["llama"].family.layout(layouts["llama"].pretrained.config)

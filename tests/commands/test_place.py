@@ -3,21 +3,11 @@
 from typing import Literal, cast
 
 import pytest
-import torch
 
 from aespa_pl.commands.application import _with_agreed_place
-from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import World
-from aespa_pl.settings import (
-    CalibrationSettings,
-    DataSettings,
-    EvaluationSettings,
-    ModelSettings,
-    OutputSettings,
-    QuantizationSettings,
-    Settings,
-)
-from aespa_pl.settings.tuning import ModelTuningSettings, TuningSettings
+from aespa_pl.settings import ModelTuningSettings, QuantizationSettings, TuningSettings
+from tests.jobs import embedded, prepared
 
 Place = Literal["memory", "disk"]
 
@@ -41,8 +31,6 @@ def test_blocks_are_on_disk_where_they_do_not_fit_in_one_process(
 ) -> None:
     tuning = TuningSettings(model=ModelTuningSettings(blocks=own))
     quantization = QuantizationSettings(method="aespa-tuned", tuning=tuning)
-    data = DataSettings(CalibrationSettings(segment_length=64), EvaluationSettings(segment_length=64))
-    settings = Settings(ModelSettings("embedded:llama"), data, quantization, OutputSettings())
-    job = Job.prepare(settings, torch.device("cpu"))
+    job = prepared(embedded("llama", quantization))
     found = _with_agreed_place(job, cast(World, Two(other)))
     assert found.quantization.tuning.model.blocks == agreed

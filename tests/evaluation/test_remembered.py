@@ -19,34 +19,16 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
-from aespa_pl.settings import (
-    CalibrationSettings,
-    DataSettings,
-    EvaluationSettings,
-    ModelSettings,
-    OutputSettings,
-    QuantizationSettings,
-    Settings,
-)
+from aespa_pl.settings import QuantizationSettings
+from tests.jobs import embedded, prepared
 
 TOKENS = torch.arange(12).view(3, 4)
-
-
-def job_with_cache(folder: Path) -> Job:
-    data = DataSettings(
-        CalibrationSettings("embedded", segment_length=16),
-        EvaluationSettings(["embedded"], segment_length=16),
-        cache=str(folder),
-    )
-    model = ModelSettings("embedded:opt")
-    settings = Settings(model, data, QuantizationSettings(), OutputSettings())
-    return Job.prepare(settings, torch.device("cpu"))
 
 
 def test_all_that_a_perplexity_depends_on_makes_another_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = job_with_cache(tmp_path)
+    job = prepared(embedded("opt", cache=tmp_path))
     other = replace(job, model=replace(job.model, dtype="float16"))
     keys = [
         evaluate.measured_on(job, "original", TOKENS),
@@ -65,7 +47,7 @@ def test_all_that_a_perplexity_depends_on_makes_another_key(
 
 def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second command, with one more text, runs what the first did not."""
-    job = job_with_cache(tmp_path)
+    job = prepared(embedded("opt", cache=tmp_path))
     segments = torch.randint(3, 100, (3, 16))
     run: list[tuple[str, ...]] = []
     measure = perplexity
@@ -114,7 +96,7 @@ def test_nearest_rounding_that_is_no_number_is_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nearest rounding is only a comparison: it must not end a quantization that is finished."""
-    job = job_with_cache(tmp_path)
+    job = prepared(embedded("opt", cache=tmp_path))
     measured = iter([{"a": 3.0, "b": 4.0}, {"a": math.inf, "b": 9.0}, {"a": 3.5, "b": 4.5}])
     monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: next(measured))
     found = evaluate.compare_perplexities(
@@ -137,7 +119,7 @@ def test_nearest_rounding_that_is_no_number_is_left_out_and_said(
 def test_another_model_whose_perplexity_is_no_number_is_refused_by_its_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    job = job_with_cache(tmp_path)
+    job = prepared(embedded("opt", cache=tmp_path))
     values = iter([{"a": math.inf if kind == broken else 3.0} for kind in ("original", "quantized")])
     monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: next(values))
     with pytest.raises(UserError, match=f"the perplexity of the {broken} model on a is not a finite"):
