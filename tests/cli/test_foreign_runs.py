@@ -13,6 +13,7 @@ from aespa_pl.commands.keys import refuse_mistakes
 from aespa_pl.errors import UserError
 from aespa_pl.run.stored_settings import stored_settings
 from tests.cli.commands import CommandLine, Done
+from tests.edited import edited
 
 FOREIGN = [
     {"trainer": {"callbacks": [{"class_path": "foreign.Callback"}]}},
@@ -74,9 +75,8 @@ def test_a_run_that_this_user_has_made_needs_no_confirmation_but_a_changed_one_d
     """It names a cache; ``finished`` was made here."""
     run = finished.copied("mine")
     assert aespa("fit", "--ckpt_path", run)[0] == 0
-    content = yaml.safe_load((run / "config.yaml").read_text())
-    content["trainer"]["callbacks"] = [{"class_path": "foreign.Callback"}]
-    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    with edited(run / "config.yaml") as content:
+        content["trainer"]["callbacks"] = [{"class_path": "foreign.Callback"}]
     status, _, err = aespa("fit", "--ckpt_path", run)
     assert (status, err.count("\n")) == (2, 1)
     assert "names code to run or places to write to (data.cache, trainer.callbacks)" in err

@@ -1,13 +1,13 @@
 """The seconds of a run are those of its blocks and of its end-to-end tuning, each phase once."""
 
 import ast
-import json
 from pathlib import Path
 
 import aespa_pl
 from aespa_pl.commands.fit import phase_seconds
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import PHASES, TuningRecord
+from tests.edited import edited
 
 FOUND = TuningRecord(start_error=0.2, error=0.1, epoch=1, changed=0.0, finite=True)
 
@@ -51,7 +51,6 @@ def test_a_tuning_without_seconds_is_that_of_an_older_journal(tmp_path: Path) ->
     run = Run.create(tmp_path, {})
     run.tuned_file.touch()
     run.finish_tuning(FOUND, {"tuning the model": 7.0})
-    journal = json.loads(run.journal_file.read_text())
-    del journal["tuned"]["seconds"]
-    run.journal_file.write_text(json.dumps(journal))
+    with edited(run.journal_file) as journal:
+        del journal["tuned"]["seconds"]
     assert not any(phase_seconds(Run.open(run.folder)).values())

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
+from tests.edited import edited
 from tests.export.runs import CONFIGS, Known, make_run, save_original
 
 MakeRun = Callable[..., Known]
@@ -39,7 +39,6 @@ def fresh(known: MakeRun, tmp_path: Path) -> Known:
     original, folder = tmp_path / "original", tmp_path / "version_0"
     shutil.copytree(run.original, original)
     shutil.copytree(run.folder, folder)
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
-    settings["model"]["pretrained"] = str(original)
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(folder / "config.yaml") as settings:
+        settings["model"]["pretrained"] = str(original)
     return replace(run, folder=folder, original=original)

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import yaml
 from jsonargparse import auto_cli
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -20,6 +19,7 @@ from aespa_pl.export import format as formats
 from aespa_pl.export.folder import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.journal import model_fingerprint
+from tests.edited import edited
 from tests.export.conftest import MakeRun
 from tests.export.folders import files
 from tests.export.runs import Known
@@ -71,13 +71,10 @@ def test_the_cache_of_the_run_is_used(fresh: Known, tmp_path: Path, monkeypatch:
     cache = tmp_path / "cache"
     pretrained = PretrainedFolder.open(fresh.original, cache)
     (converted,) = {tensor.file for tensor in pretrained.tensors.values()}
-    journal = json.loads((fresh.folder / "journal.json").read_text())
-    files_of_model = {fresh.original / "config.json", converted}
-    journal["fingerprint"]["model"] = model_fingerprint(files_of_model)
-    (fresh.folder / "journal.json").write_text(json.dumps(journal))
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["data"]["cache"] = str(cache)
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(fresh.folder / "journal.json") as journal:
+        journal["fingerprint"]["model"] = model_fingerprint({fresh.original / "config.json", converted})
+    with edited(fresh.folder / "config.yaml") as settings:
+        settings["data"]["cache"] = str(cache)
     note_own(fresh.folder)
     export(str(fresh.folder), format="hf", verify="transformers")
     assert {path.name for path in cache.iterdir()} == {"weights", "tokens"}
@@ -205,17 +202,15 @@ def test_damaged_measurements_do_not_end_an_export(
 
 def test_bits_are_those_of_the_journal_and_hold_every_integer(fresh: Known, tmp_path: Path) -> None:
     """config.yaml may be edited after the run; the journal says what the blocks hold."""
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    journal = json.loads((fresh.folder / "journal.json").read_text())
-    journal["fingerprint"]["quantization"] = settings["quantization"]
-    settings["quantization"] = {**settings["quantization"], "bits": 8, "group_size": None}
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (fresh.folder / "journal.json").write_text(json.dumps(journal))
+    file = fresh.folder / "journal.json"
+    with edited(file) as journal, edited(fresh.folder / "config.yaml") as settings:
+        journal["fingerprint"]["quantization"] = settings["quantization"]
+        settings["quantization"] = {**settings["quantization"], "bits": 8, "group_size": None}
     export(str(fresh.folder), format="gptq", output=str(tmp_path / "out"), verify="bytes")
     packed = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (packed["bits"], packed["group_size"]) == (4, 32)
-    journal["fingerprint"]["quantization"]["bits"] = 3
-    (fresh.folder / "journal.json").write_text(json.dumps(journal))
+    with edited(file) as journal:
+        journal["fingerprint"]["quantization"]["bits"] = 3
     with pytest.raises(UserError, match=r"integers or zero points up to 15 do not have 3 bits"):
         export(str(fresh.folder), format="hf", output=str(tmp_path / "three"), verify="bytes")
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf_metadata import add_vocabulary
 from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
+from tests.edited import edited
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -248,10 +249,9 @@ def test_space_before_the_text_is_the_tokenizers(
 def test_space_before_the_text_in_older_files(tmp_path: Path) -> None:
     save_pieces(tmp_path, None, Metaspace(prepend_scheme="always", split=False))
     path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
-    del content["pre_tokenizer"]["prepend_scheme"]
-    content["pre_tokenizer"]["add_prefix_space"] = True
-    path.write_text(json.dumps(content))
+    with edited(path) as content:
+        del content["pre_tokenizer"]["prepend_scheme"]
+        content["pre_tokenizer"]["add_prefix_space"] = True
     assert len(Tokenizer.from_file(str(path)).encode("a").ids) == 2  # the library's answer: a space, and a
     assert fields(tmp_path, 2)["add_space_prefix"] is True
 

@@ -11,8 +11,15 @@ import yaml
 from aespa_pl.commands.export import export
 from aespa_pl.export.model_card import public_source
 from aespa_pl.run.journal import Run
+from tests.edited import edited
 from tests.export.folders import card
 from tests.export.runs import Known
+
+
+def card_of(run: Known) -> str:
+    """Export a run, and return the text of its model card."""
+    export(str(run.folder), format="hf", verify="bytes")
+    return card(run.folder / "export" / "hf")[1]
 
 
 def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: Path) -> None:
@@ -47,9 +54,8 @@ def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: 
 def test_model_card_of_a_model_from_the_hub(
     fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["model"]["pretrained"] = "org/name"
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(fresh.folder / "config.yaml") as settings:
+        settings["model"]["pretrained"] = "org/name"
     out = tmp_path / "out"
     export(str(fresh.folder), format="hf", output=str(out), verify="bytes", original=str(fresh.original))
     header, text = card(out)
@@ -63,13 +69,11 @@ def test_model_card_of_a_model_from_the_hub(
 def test_model_card_names_files_of_this_machine_without_their_folders(fresh: Known, tmp_path: Path) -> None:
     text = tmp_path / "mine.jsonl"
     text.write_text("{}")
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["data"]["calibration"]["source"] = str(text)
-    settings["model"]["pretrained"] = str(fresh.original.rename(tmp_path / "a model"))
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(fresh.folder / "config.yaml") as settings:
+        settings["data"]["calibration"]["source"] = str(text)
+        settings["model"]["pretrained"] = str(fresh.original.rename(tmp_path / "a model"))
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": {str(text): 25.73}}}))
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    _, content = card(tmp_path / "out")
+    content = card_of(fresh)
     assert str(tmp_path) not in content
     for part in (
         "| perplexity, mine.jsonl |",
@@ -80,32 +84,29 @@ def test_model_card_names_files_of_this_machine_without_their_folders(fresh: Kno
         assert part in content
 
 
-def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(fresh: Known, tmp_path: Path) -> None:
+def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(fresh: Known) -> None:
     fitted = {"original": {"a": 10.0}, "nearest": {"a": 40.0}, "quantized": {"a": 12.0}}
     later = {"original": {"b": 20.0}, "quantized": {"b": 22.0}}
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": fitted}))
     (fresh.folder / "test.json").write_text(json.dumps({"perplexity": later}))
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     table = (
         "|  | perplexity, a | perplexity, b |\n| --- | ---: | ---: |\n"
         "| original | 10.000 | 20.000 |\n| round-to-nearest | 40.000 | - |\n| quantized | 12.000 | 22.000 |\n"
     )
-    assert table in card(tmp_path / "out")[1]
+    assert table in card_of(fresh)
 
 
-def test_perplexities_come_with_their_protocol(fresh: Known, tmp_path: Path) -> None:
+def test_perplexities_come_with_their_protocol(fresh: Known) -> None:
     """Its numbers and its settings say the same, so that the card's own command measures the same texts."""
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    held_out = {"texts": ["embedded", "/mine/x.txt"], "max_segments": 4, "segment_length": 64}
-    settings["data"]["evaluation"] = held_out
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(fresh.folder / "config.yaml") as settings:
+        held_out = {"texts": ["embedded", "/mine/x.txt"], "max_segments": 4, "segment_length": 64}
+        settings["data"]["evaluation"] = held_out
     metrics = {
         "perplexity": {"original": {"embedded": 10.0, "x.txt": 20.0, "older": 30.0}},
         "tokens": {"embedded": "(4, 64) 1", "x.txt": "(3, 64) 2"},
     }
     (fresh.folder / "metrics.json").write_text(json.dumps(metrics))
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    text = card(tmp_path / "out")[1]
+    text = card_of(fresh)
     assert (
         "|\n\nMeasured on 4 segments of 64 tokens of embedded, 3 segments of 64 tokens of x.txt.\n\n" in text
     )
@@ -117,29 +118,26 @@ def test_perplexities_come_with_their_protocol(fresh: Known, tmp_path: Path) -> 
     }
 
 
-def test_texts_of_one_file_name_keep_columns_of_their_own(fresh: Known, tmp_path: Path) -> None:
+def test_texts_of_one_file_name_keep_columns_of_their_own(fresh: Known) -> None:
     values = {"/a/x.txt": 10.0, "/b/x.txt": 20.0}
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": values}}))
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    text = card(tmp_path / "out")[1]
+    text = card_of(fresh)
     assert "|  | perplexity, x.txt | perplexity, x.txt (2) |\n" in text
     assert "| original | 10.000 | 20.000 |\n" in text
     assert public_source({"/a/x.txt": 0.25, "/b/x.txt": 0.75}) == {"x.txt": 0.25, "x.txt (2)": 0.75}
 
 
-def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:
+def test_unmeasured_perplexity_is_not_made_up(fresh: Known) -> None:
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {}}))
     (fresh.folder / "test.json").write_text(json.dumps({"tasks": {}}))  # test without texts
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    assert "Not measured." in card(tmp_path / "out")[1]
+    assert "Not measured." in card_of(fresh)
 
 
 def test_names_from_a_run_are_text_in_the_card(fresh: Known, tmp_path: Path) -> None:
     """A run of somebody else names its model, its texts and its base model's licence."""
     hostile = "x|<img src=y onerror=alert(1)>\n```\n[z](http://evil) \x1b[2J"
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["model"]["pretrained"] = settings["data"]["calibration"]["source"] = hostile
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(fresh.folder / "config.yaml") as settings:
+        settings["model"]["pretrained"] = settings["data"]["calibration"]["source"] = hostile
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": {hostile: 25.73}}}))
     card_of_base = f"---\n{yaml.safe_dump({'license': hostile})}---\n"
     (fresh.original / "README.md").write_text(card_of_base)
@@ -155,12 +153,10 @@ def test_names_from_a_run_are_text_in_the_card(fresh: Known, tmp_path: Path) -> 
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {3}
 
 
-def test_a_run_that_needs_no_text_names_none(fresh: Known, tmp_path: Path) -> None:
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["quantization"]["method"] = "rtn"
-    settings["model"] |= {"dtype": "bfloat16"}
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    _, text = card(tmp_path / "out")
+def test_a_run_that_needs_no_text_names_none(fresh: Known) -> None:
+    with edited(fresh.folder / "config.yaml") as settings:
+        settings["quantization"]["method"] = "rtn"
+        settings["model"] |= {"dtype": "bfloat16"}
+    text = card_of(fresh)
     assert "rtn: 4 bits, groups of 32, asymmetric; not quantized: embedding" in text
     assert "\nmodel:\n  dtype: bfloat16\n  revision: null\n" in text

@@ -1,20 +1,18 @@
 """A run is checked before anything is made of it."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel
 from tests.disks import flip
+from tests.edited import edited
 from tests.export.conftest import MakeRun
 from tests.export.runs import CONFIGS, Known, dequantized, save_original
 
@@ -42,14 +40,9 @@ def test_dequantized_is_exact_for_every_integer_and_scale() -> None:
     assert torch.equal(matrix.weight(), dequantized(q, scale, zero))
 
 
-def edit_journal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    journal = json.loads((folder / "journal.json").read_text())
-    change(journal)
-    (folder / "journal.json").write_text(json.dumps(journal))
-
-
 def test_unfinished_run_is_refused(fresh: Known) -> None:
-    edit_journal(fresh.folder, lambda journal: journal["model"].clear())
+    with edited(fresh.folder / "journal.json") as journal:
+        journal["model"] = {}
     folder = fresh.folder.rename(fresh.folder.parent / "a version")
     with pytest.raises(
         UserError, match=r"is not finished: continue it with aespa-pl fit --ckpt_path '.*a version'"
@@ -104,7 +97,6 @@ def test_grid_is_what_the_configuration_says(fresh: Known) -> None:
     model = QuantizedModel.open(fresh.folder)
     assert (model.bits, model.quantization.group_size, model.quantization.symmetric) == (4, 32, False)
     assert model.granularity == "4 bits, groups of 32, asymmetric"
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["quantization"] |= {"group_size": None, "symmetric": True}
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(fresh.folder / "config.yaml") as settings:
+        settings["quantization"] |= {"group_size": None, "symmetric": True}
     assert QuantizedModel.open(fresh.folder).granularity == "4 bits, per channel, symmetric"

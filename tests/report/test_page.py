@@ -14,6 +14,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
 from aespa_pl.report.comparison import Cell, figure
 from aespa_pl.report.stored import read_run
+from tests.edited import edited
 from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import simulate
 
@@ -145,10 +146,8 @@ def test_a_text_measured_on_different_tokens_has_a_column_for_each(tmp_path: Pat
 
 def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 3)
-    path = folder / "journal.json"
-    journal = json.loads(path.read_text())
-    journal["blocks"]["1"]["losses"]["v_proj"] |= {"nearest": 2.0, "final": 3.0}
-    path.write_text(json.dumps(journal))
+    with edited(folder / "journal.json") as journal:
+        journal["blocks"]["1"]["losses"]["v_proj"] |= {"nearest": 2.0, "final": 3.0}
     run = read_run(folder)
     picture = maps.final_loss_map(run, 10, (0, 2))
     assert "Least is gained in v_proj of block 1 (1.50)" in picture.caption
@@ -158,14 +157,12 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
 
 def test_what_trainings_gained_is_said(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 3)
-    path = folder / "journal.json"
-    journal = json.loads(path.read_text())
-    for block, error in (("0", 0.5), ("1", 0.75), ("2", 1.0)):
-        found = {"start_error": 1.0, "error": error, "epoch": 2, "changed": 0.1, "finite": True}
-        journal["blocks"][block]["tuning"] = found
-    of_model = {"start_error": 0.04, "error": 0.03, "epoch": 1, "changed": 0.0, "finite": True}
-    journal["tuned"] = {**of_model, "file": "tuned.safetensors", "checksum": "0"}
-    path.write_text(json.dumps(journal))
+    with edited(folder / "journal.json") as journal:
+        for block, error in (("0", 0.5), ("1", 0.75), ("2", 1.0)):
+            found = {"start_error": 1.0, "error": error, "epoch": 2, "changed": 0.1, "finite": True}
+            journal["blocks"][block]["tuning"] = found
+        of_model = {"start_error": 0.04, "error": 0.03, "epoch": 1, "changed": 0.0, "finite": True}
+        journal["tuned"] = {**of_model, "file": "tuned.safetensors", "checksum": "0"}
     run = read_run(folder)
     assert "to 50% to 100% of what it was, 75% in the median block" in page.tunings(run)
     assert "the divergence there from 0.04 to 0.03" in page.tunings(run)
@@ -174,15 +171,13 @@ def test_what_trainings_gained_is_said(tmp_path: Path) -> None:
 
 def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 2)
-    path = folder / "journal.json"
-    journal = json.loads(path.read_text())
-    for number, record in journal["blocks"].items():
-        record["seconds"] = {"grid": 30.0, "polish": 10.0 * (1 + int(number))}
-    journal["tuned"] = {
-        "start_error": 0.2, "error": 0.1, "epoch": 1, "changed": 0.0, "finite": True, "file": "tuned",
-        "checksum": "", "seconds": {"tuning the model": 30.0},
-    }  # fmt: skip
-    path.write_text(json.dumps(journal))
+    with edited(folder / "journal.json") as journal:
+        for number, record in journal["blocks"].items():
+            record["seconds"] = {"grid": 30.0, "polish": 10.0 * (1 + int(number))}
+        journal["tuned"] = {
+            "start_error": 0.2, "error": 0.1, "epoch": 1, "changed": 0.0, "finite": True, "file": "tuned",
+            "checksum": "", "seconds": {"tuning the model": 30.0},
+        }  # fmt: skip
     run = read_run(folder)
     costs = page.costs_of(run)
     assert costs["grid"] == "60.0 s (50 %)"
@@ -197,9 +192,8 @@ def test_costs_of_runs_have_their_sum_after_all_phases_and_no_phase_without_work
     seconds = ({"grid": 3.0, "rounding": 1e-5}, {"grid": 3.0, "rounding": 2e-5, "tuning": 9.0, "polish": 4.0})
     folders = [simulate(tmp_path / f"run_{n}/version_0", 1, extras=False) for n in (0, 1)]
     for folder, of_block in zip(folders, seconds, strict=True):
-        journal = json.loads((folder / "journal.json").read_text())
-        journal["blocks"]["0"]["seconds"] = of_block
-        (folder / "journal.json").write_text(json.dumps(journal))
+        with edited(folder / "journal.json") as journal:
+            journal["blocks"]["0"]["seconds"] = of_block
     rows = {row[0]: row[1:] for row in page.costs_table([*map(read_run, folders)]).rows}
     shown = list(rows)
     assert shown[shown.index("grid") : shown.index("all phases") + 1] == [
@@ -215,11 +209,9 @@ def test_names_with_dollars_and_html_are_shown_as_they_are(tmp_path: Path) -> No
     """A dollar sign begins a formula for matplotlib, and < a tag for a browser."""
     hostile = "a$\\frac{$<img src=x onerror=alert(1)>"
     folder = simulate(tmp_path / "run$_<b>$/version_0", 2)
-    path = folder / "journal.json"
-    journal = json.loads(path.read_text())
-    for record in journal["blocks"].values():
-        record["losses"][hostile] = record["losses"]["q_proj"]
-    path.write_text(json.dumps(journal))
+    with edited(folder / "journal.json") as journal:
+        for record in journal["blocks"].values():
+            record["losses"][hostile] = record["losses"]["q_proj"]
     perplexity = {"original": {hostile: 10.0}, "quantized": {hostile: 11.0}}
     (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
     text = write_page(tmp_path / "page", folder).read_text()

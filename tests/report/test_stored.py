@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from aespa_pl.errors import UserError
 from aespa_pl.report.stored import StoredRun, read_run, read_runs
@@ -15,6 +14,7 @@ from aespa_pl.report.stored import StoredRun, read_run, read_runs
 pytest.importorskip("matplotlib", reason="pip install 'aespa-pl[report]'")
 
 from aespa_pl.report import page
+from tests.edited import edited
 from tests.report.simulated import PROJECTIONS, WIDTH, simulate
 
 
@@ -37,9 +37,8 @@ def test_bits_per_weight_count_scales_and_zero_points(tmp_path: Path) -> None:
 
 def test_bits_per_weight_count_projections_with_bits_of_their_own(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "a/version_0", 2, bits=3)
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
-    settings["quantization"]["bits_of"] = {"0": 5, "1.v_proj": 8}
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with edited(folder / "config.yaml") as settings:
+        settings["quantization"]["bits_of"] = {"0": 5, "1.v_proj": 8}
     each = [5] * len(PROJECTIONS) + [8] + [3] * (len(PROJECTIONS) - 1)
     mean = sum(bits * WIDTH + 16 + bits for bits in each) / (len(each) * WIDTH)
     assert read_run(folder).shape["bits_per_weight"] == pytest.approx(mean)
