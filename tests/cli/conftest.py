@@ -3,23 +3,17 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from aespa_pl.data.texts import EMBEDDED
-from tests.cli.commands import LAST, LENGTH, NO_TEXTS, CommandLine, Done, done, small
+from tests.api.calls import tiny
+from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, done, small
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model and the embedded tokenizer."""
     folder = tmp_path_factory.mktemp("with_cache") / "model"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=2, max_position_embeddings=LENGTH, vocab_size=1024,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny().save_pretrained(folder)
     for path in (EMBEDDED / "llama").iterdir():
         if path.name.startswith("tokenizer"):
             (folder / path.name).write_bytes(path.read_bytes())

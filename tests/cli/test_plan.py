@@ -11,10 +11,12 @@ from aespa_pl.planning import budget
 from tests.cli.commands import LENGTH, ROOT, CommandLine
 
 
-def test_plan_needs_the_configuration_alone(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "MEASURING_SECONDS", 0.1)
+
+
+def test_plan_needs_the_configuration_alone(aespa: CommandLine, model: Path) -> None:
     Path("bare").mkdir()
     Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
     status, out, err = aespa(
@@ -32,7 +34,6 @@ def test_plan_needs_the_configuration_alone(
 def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(application, "MEASURING_SECONDS", 0.1)
     words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
     status, _, err = aespa(*words)
     assert status == 2
@@ -85,7 +86,6 @@ def test_processes_of_a_host_share_its_memory(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "free_bytes", lambda _: 2**20)
-    monkeypatch.setattr(application, "MEASURING_SECONDS", 0.1)
     status, out, err = aespa(
         "plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH,
         "--trainer.accelerator", "cpu", "--trainer.devices", 2,
@@ -97,10 +97,7 @@ def test_processes_of_a_host_share_its_memory(
     assert "by each of 2 processes" in out
 
 
-def test_keys_of_the_trainer_that_change_no_need_are_taken(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(application, "MEASURING_SECONDS", 0.1)
+def test_keys_of_the_trainer_that_change_no_need_are_taken(aespa: CommandLine, model: Path) -> None:
     status, out, err = aespa(
         "plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH,
         "--trainer.accelerator", "cpu", "--trainer.devices", 2, "--trainer.logger", "CSVLogger",

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -31,6 +32,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def tokenizer_factory() -> Callable[..., PreTrainedTokenizerFast]:
     return make_tokenizer
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
 
 
 class FakeHub:

@@ -13,11 +13,6 @@ from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
 def text_of(ids: range) -> str:
     return " ".join(f"w{i}" for i in ids)
 

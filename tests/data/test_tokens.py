@@ -38,11 +38,6 @@ def settings(file: Path) -> CalibrationSettings:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The documents that were tokenized, in order."""
     seen: list[str] = []
