@@ -83,6 +83,8 @@ OTHER_ORDER = (
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written."""
+USUAL_BETAS = 32.0, 1.0
+"""YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
 PARTIAL = ("phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
 ROPE_STEP = 4
@@ -172,9 +174,13 @@ def _unsupported_yarn(config: PreTrainedConfig, rope: Mapping[str, Any]) -> str 
         return "llama.cpp wants the factor of yarn, which config.json does not have"
     if rounds_yarn(config) and config.model_type != "gpt_oss":
         return "llama.cpp rounds the range of yarn's frequencies, truncate false does not"
+    betas = rope.get("beta_fast") or USUAL_BETAS[0], rope.get("beta_slow") or USUAL_BETAS[1]
+    if betas != USUAL_BETAS and config.model_type != "ministral3":
+        fast, slow = USUAL_BETAS
+        return f"llama.cpp runs yarn with beta_fast {fast:g} and beta_slow {slow:g}, whatever a file says"
     usual = 1 + 0.1 * math.log(rope["factor"])
     mscales = {rope.get("mscale"), rope.get("mscale_all_dim")}
-    known = mscales == {None} or (config.model_type == "ministral3" and len(mscales) == 1)
+    known = mscales == {None} or (config.model_type == "ministral3" and mscales in ({0.0}, {1.0}))
     if not known or abs((rope.get("attention_factor") or usual) - usual) > 1e-5:
         return "llama.cpp computes the attention_factor of yarn from its factor alone"
     return None

@@ -38,8 +38,8 @@ HYBRID = {
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": 2,
 }  # fmt: skip
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 16,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 512,
 }  # fmt: skip
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -105,6 +105,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "ministral3": lambda: llama(
         Ministral3Config, head_dim=32,
         rope_parameters={**YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "ministral3-betas": lambda: llama(
+        Ministral3Config, head_dim=32,
+        rope_parameters={**YARN, "beta_fast": 4.0, "beta_slow": 2.0, "llama_4_scaling_beta": 0.3},
     ),
     "ministral3-plain": lambda: llama(
         Ministral3Config, head_dim=32,

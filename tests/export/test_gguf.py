@@ -164,6 +164,11 @@ def test_symmetric_grids_need_one_bit_less(
             "yarn's frequencies, truncate false does not",
         ),
         ("llama", {"rope_parameters": {**YARN, "factor": None}}, "yarn, which config.json does not have"),
+        *(
+            (name, {"rope_parameters": {**YARN, **betas}}, "beta_fast 32 and beta_slow 1, whatever a file says")
+            for name in ("llama", "gpt-oss")
+            for betas in ({"beta_fast": 4.0}, {"beta_slow": 2.0})
+        ),
         (
             "gemma3",
             {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LINEAR)},

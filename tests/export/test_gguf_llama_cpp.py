@@ -45,6 +45,7 @@ from tests.export.test_gguf_vocabulary import LLAMA_3, MARKS, O200K, SEED, TEKKE
                 "smollm3",
                 "ministral3",
                 "ministral3-plain",
+                "ministral3-betas",
                 "seed-oss",
                 "fused",
                 "fused-partial",
