@@ -181,7 +181,8 @@ def _unsupported_yarn(config: PreTrainedConfig, rope: Mapping[str, Any]) -> str 
     usual = 1 + 0.1 * math.log(rope["factor"])
     mscales = {rope.get("mscale"), rope.get("mscale_all_dim")}
     known = mscales == {None} or (config.model_type == "ministral3" and mscales in ({0.0}, {1.0}))
-    if not known or abs((rope.get("attention_factor") or usual) - usual) > 1e-5:
+    expected = 1.0 if mscales == {1.0} else usual  # llama.cpp takes mscale as 1
+    if not known or abs((rope.get("attention_factor") or expected) - expected) > 1e-5:
         return "llama.cpp computes the attention_factor of yarn from its factor alone"
     return None
 

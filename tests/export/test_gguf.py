@@ -158,6 +158,13 @@ def test_symmetric_grids_need_one_bit_less(
         ),
         ("llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, "its factor alone"),
         ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.0}}, "its factor alone"),
+        *(
+            ("ministral3", {"rope_parameters": {**YARN, **mscales}}, "its factor alone")
+            for mscales in (
+                {"mscale": 2.0, "mscale_all_dim": 2.0},
+                {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.1386294},
+            )
+        ),
         (
             "llama",
             {"rope_parameters": {**YARN, "truncate": False}},
