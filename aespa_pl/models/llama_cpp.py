@@ -163,6 +163,9 @@ def _unsupported_rope(config: PreTrainedConfig, architecture: Architecture) -> s
     stated = getattr(config, "rope_parameters", None) or {}
     if stated.get(SLIDING, {}).get("rope_type", "default") != "default":
         return "llama.cpp scales no frequencies in blocks with a sliding window"
+    bases = [rope_parameters(config, of_kind).get("rope_theta") for of_kind in (FULL, SLIDING)]
+    if bases[0] != bases[1] and SLIDING in attention_kinds(config) and config.model_type != "gemma3_text":
+        return f"llama.cpp has one rope_theta in all blocks of a {config.model_type}, rope_parameters two"
     every = [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]
     if getattr(config, "no_rope_layers", every) != every:
         return f"llama.cpp leaves RoPE out of every {ROPE_STEP}th block, no_rope_layers of others"

@@ -181,6 +181,16 @@ def test_symmetric_grids_need_one_bit_less(
             {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LINEAR)},
             "llama.cpp scales no frequencies in blocks with a sliding window",
         ),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                }
+            },
+            "llama.cpp has one rope_theta in all blocks of a olmo3, rope_parameters two",
+        ),
         ("gemma2", {"layer_types": ["full_attention"] * 2}, "no gemma2 without sliding windows"),
         (
             "exaone4",
