@@ -37,6 +37,8 @@ class Architecture:
     """The values that it has of entries of config.json; of others it has all."""
     scales_each: bool = False
     """Whether it has a factor for each frequency of RoPE, as LLaMA 3 has."""
+    divides_width: bool = False
+    """Whether its heads have ``hidden_size / num_attention_heads`` columns each, whatever head_dim is."""
     moves_heads: bool = False
     """Whether the value heads of linear attention have an order of their own there."""
 
@@ -47,30 +49,30 @@ LLAMA = Architecture("llama", rotates_neighbours=True, scales_each=True)
 GEMMA = Architecture(
     "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only={**TIED, **UNBIASED}
 )
-OLMO = Architecture("olmo2", windows=True, only={**UNTIED, **UNBIASED})
-HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True)
+OLMO = Architecture("olmo2", windows=True, only={**UNTIED, **UNBIASED}, divides_width=True)
+HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True, only=UNBIASED)
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "ministral3": Architecture("mistral3", rotates_neighbours=True),
     "granite": replace(LLAMA, name="granite"),
     "smollm3": Architecture("smollm3", rotates_neighbours=True, only={**UNBIASED, "mlp_bias": False}),
-    "phi3": Architecture("phi3"),
+    "phi3": Architecture("phi3", divides_width=True),
     "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
-    "qwen2": Architecture("qwen2"),
+    "qwen2": Architecture("qwen2", divides_width=True),
     "qwen3": Architecture("qwen3", only=UNBIASED),
     "gemma2": replace(GEMMA, name="gemma2", caps=("attn_logit", "final_logit")),
     "gemma3_text": GEMMA,
     "olmo2": OLMO,
     "olmo3": OLMO,
-    "exaone4": Architecture("exaone4", windows=True, window_blocks=64, scales_each=True),
-    "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}),
+    "exaone4": Architecture("exaone4", windows=True, window_blocks=64, scales_each=True, divides_width=True),
+    "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}, divides_width=True),
     "qwen3_moe": Architecture("qwen3moe", only={**UNBIASED, "norm_topk_prob": True}),
     "mixtral": LLAMA,
     "gpt_oss": Architecture(
         "gpt-oss", windows=True, only={**UNTIED, "attention_bias": True, "swiglu_limit": 7.0}
     ),
-    "qwen3_next": Architecture("qwen3next", norm_offset=1.0, only={"norm_topk_prob": True}),
+    "qwen3_next": Architecture("qwen3next", norm_offset=1.0, only={**UNBIASED, "norm_topk_prob": True}),
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": replace(HYBRID, name="qwen35moe"),
     "bloom": Architecture("bloom", activation="gelu", divides_fused=True),
@@ -116,15 +118,27 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     return (
-        _unsupported_linear_attention(config)
+        _unsupported_heads(config, architecture)
+        or _unsupported_linear_attention(config)
         or _unsupported_rope(config, architecture)
         or _unsupported_windows(config, architecture)
         or _unsupported_scores(config, architecture)
     )
 
 
+def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> str | None:
+    heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
+    if architecture.divides_width and size is not None and heads * size != config.hidden_size:
+        what = f"head_dim {size} and {heads} heads in a width of {config.hidden_size}"
+        return f"llama.cpp can't load a {config.model_type} with {what}"
+    return None
+
+
 def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
     kinds, period = attention_kinds(config), attention_period(config)
+    # without a full block llama.cpp does not fail, but ends the whole process
+    if hasattr(config, "linear_key_head_dim") and set(kinds) != {LINEAR, FULL}:
+        return f"llama.cpp can't load a {config.model_type} without both linear and full attention"
     if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
         return "llama.cpp has keys and values of linear attention of one size"
     regular = tuple(LINEAR if (i + 1) % period else FULL for i in range(len(kinds)))
@@ -160,15 +174,19 @@ def _unsupported_rope(config: PreTrainedConfig, architecture: Architecture) -> s
         return f"llama.cpp has no rope_type llama3 in a {config.model_type}"
     if kind == "yarn" and (reason := _unsupported_yarn(config, rope)) is not None:
         return reason
+    every = [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]
+    if getattr(config, "no_rope_layers", every) != every:
+        return f"llama.cpp leaves RoPE out of every {ROPE_STEP}th block, no_rope_layers of others"
+    return _unsupported_sliding_rope(config)
+
+
+def _unsupported_sliding_rope(config: PreTrainedConfig) -> str | None:
     stated = getattr(config, "rope_parameters", None) or {}
     if stated.get(SLIDING, {}).get("rope_type", "default") != "default":
         return "llama.cpp scales no frequencies in blocks with a sliding window"
     bases = [rope_parameters(config, of_kind).get("rope_theta") for of_kind in (FULL, SLIDING)]
     if bases[0] != bases[1] and SLIDING in attention_kinds(config) and config.model_type != "gemma3_text":
         return f"llama.cpp has one rope_theta in all blocks of a {config.model_type}, rope_parameters two"
-    every = [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]
-    if getattr(config, "no_rope_layers", every) != every:
-        return f"llama.cpp leaves RoPE out of every {ROPE_STEP}th block, no_rope_layers of others"
     return None
 
 

@@ -149,7 +149,19 @@ def test_symmetric_grids_need_one_bit_less(
         # the rest was seen to fail, or to differ, in llama.cpp
         *(
             (name, {"attention_bias": True}, "with attention_bias True")
-            for name in ("qwen3", "qwen3-moe", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")
+            for name in (
+                *("qwen3", "qwen3-moe", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
+                *("qwen3-next", "qwen3.5", "qwen3.5-moe"),
+            )
+        ),
+        *(
+            (name, {"head_dim": 64}, "with head_dim 64 and 4 heads in a width of 128")
+            for name in ("qwen2", "qwen2-moe", "olmo2", "olmo3", "exaone4", "fused")
+        ),
+        *(
+            (name, {"layer_types": [f"{kind}_attention"] * 3}, "without both linear and full attention")
+            for name in ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+            for kind in ("linear", "full")
         ),
         ("smollm3", {"mlp_bias": True}, "llama.cpp has no smollm3 with mlp_bias True"),
         *(
@@ -172,7 +184,7 @@ def test_symmetric_grids_need_one_bit_less(
         ),
         ("llama", {"rope_parameters": {**YARN, "factor": None}}, "yarn, which config.json does not have"),
         *(
-            (name, {"rope_parameters": {**YARN, **betas}}, "beta_fast 32 and beta_slow 1, whatever a file says")
+            (name, {"rope_parameters": {**YARN, **betas}}, "beta_slow 1, whatever a file says")
             for name in ("llama", "gpt-oss")
             for betas in ({"beta_fast": 4.0}, {"beta_slow": 2.0})
         ),
