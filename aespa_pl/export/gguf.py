@@ -22,7 +22,7 @@ from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed, padded
-from aespa_pl.export.gguf_metadata import add_metadata, add_vocabulary, rope_factors
+from aespa_pl.export.gguf_metadata import ENDS, add_metadata, add_vocabulary, lost_end_tokens, rope_factors
 from aespa_pl.export.gguf_model import (
     candidate_type,
     column_order,
@@ -128,6 +128,11 @@ class Gguf(Format):
         remarks = []
         if rounds_yarn(model.pretrained.config):
             remarks.append("llama.cpp rounds the range of YaRN's frequencies, so long contexts differ there")
+        if lost := lost_end_tokens(model.original, int(model.pretrained.config.vocab_size)):
+            ids = ", ".join(map(str, lost))
+            remarks.append(
+                f"a GGUF file names {len(ENDS)} tokens that end a text, llama.cpp may not stop at token {ids}"
+            )
         if any(exact_type(model, name) is _Q2_0 for name in model.matrices):
             remarks.append("Q2_0 is read by llama.cpp of v0.5.0 or later, and not yet by transformers")
         if larger:

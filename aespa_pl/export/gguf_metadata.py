@@ -47,6 +47,12 @@ NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
 """Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
 
 
+ENDS = ("eos", "eot", "eom")
+"""llama.cpp's names of tokens that end a text."""
+NEVER = (TokenType.UNUSED, TokenType.CONTROL)
+"""Types of tokens that no text has, the least likely in a model's output first."""
+
+
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
     """Write what llama.cpp builds the model from."""
     config, layout = model.pretrained.config, model.layout()
@@ -144,11 +150,55 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
 
 
 class _SpecialTokens(SpecialVocab):
-    """Knows a model's special tokens; a number of -1 in config.json, which the library refuses, is none."""
+    """Knows a model's special tokens; a number of -1 in config.json, which the library refuses, is none.
+
+    The library reads one EOS; further tokens that end a text get the other names that llama.cpp has for such.
+    """
+
+    def __init__(self, folder: Path, size: int, *, load_merges: bool = False) -> None:
+        super().__init__(folder, load_merges=load_merges, n_vocab=size)
+        known = self.special_token_ids
+        self.lost: list[int] = []
+        """Ids that end a text, and that no name is left for."""
+        for token in _end_tokens(folder):
+            if not 0 <= token < size or token in map(known.get, ENDS):
+                continue
+            if (name := next((name for name in ENDS if name not in known), None)) is None:
+                self.lost.append(token)
+            else:
+                known[name] = token
 
     def _set_special_token(self, typ: str, tid: Any) -> None:
         if not isinstance(tid, int) or tid >= 0:
             super()._set_special_token(typ, tid)
+
+    def add_never(self, types: list[TokenType]) -> None:
+        """Let a token that a model never means be the EOS, if there is none.
+
+        llama.cpp would otherwise end a text at an ordinary token: the one with id 11, or 2 of SentencePiece.
+        """
+        unused, control = ([i for i, other in enumerate(types) if other == kind] for kind in NEVER)
+        bos = self.special_token_ids.get("bos")
+        candidates = [*unused, *([] if bos is None else [bos]), *control]
+        if candidates:
+            self.special_token_ids.setdefault("eos", candidates[0])
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """Return the ids that end a text in transformers, by generation_config.json, else by config.json."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            stated = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError):  # transformers passes over such a file too
+            continue
+        if stated not in (None, []):
+            return stated if isinstance(stated, list) else [stated]
+    return []
+
+
+def lost_end_tokens(folder: Path, size: int) -> list[int]:
+    """Return the ids of tokens that end a text in transformers, and that a GGUF file has no name for."""
+    return _SpecialTokens(folder, size).lost if len(_end_tokens(folder)) >= len(ENDS) else []
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -178,8 +228,10 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTr
         writer.add_tokenizer_pre(str(splitting_rule(content)))
     writer.add_token_list(tokens)
     known = (types.get(token, TokenType.NORMAL) for token in tokens)
-    writer.add_token_types([kind if i in texts else TokenType.UNUSED for i, kind in enumerate(known)])
-    special = _SpecialTokens(folder, load_merges=not model.get("byte_fallback"), n_vocab=size)
+    of_rows = [kind if i in texts else TokenType.UNUSED for i, kind in enumerate(known)]
+    writer.add_token_types(of_rows)
+    special = _SpecialTokens(folder, size, load_merges=not model.get("byte_fallback"))
+    special.add_never(of_rows)
     # of what a file does not say, llama.cpp decides by the name of the splitting rule
     ids = tokenizer("a")["input_ids"]
     special.add_special_token |= {

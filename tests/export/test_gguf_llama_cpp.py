@@ -3,6 +3,7 @@
 import json
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
@@ -15,9 +16,11 @@ from transformers import AutoTokenizer
 
 from aespa_pl.export.agreement import compare
 from aespa_pl.export.engines import LlamaCpp
+from tests.edited import edited
+from tests.export.configurations import llama
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import llama_cpp, write
-from tests.export.runs import VOCABULARY, Known
+from tests.export.runs import VOCABULARY, Known, make_run, save_original
 from tests.export.test_gguf_vocabulary import LLAMA_3, MARKS, O200K, SEED, TEKKEN, split
 
 
@@ -79,13 +82,39 @@ def test_llama_cpp_gives_the_same_distributions(
     assert compare(LlamaCpp(), reference, found, ids).divergence < 0.005
 
 
-def tokenized(file: Path, text: str) -> list[int]:
-    """Return the token ids that llama.cpp's server gives a text."""
+def serve(file: Path) -> Any:
+    """Return llama.cpp's server of a file."""
     xllamacpp = import_module("xllamacpp")
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.warmup, settings.verbosity = str(file), False, 0
     settings.n_ctx, settings.n_parallel = 128, 1
-    server = xllamacpp.Server(settings)
+    return xllamacpp.Server(settings)
+
+
+@llama_cpp
+@pytest.mark.parametrize(
+    ("stated", "ends", "goes_on"), [(None, (), (10, 11)), ([257, 10, 12], (257, 10, 12), (11,))]
+)
+def test_llama_cpp_ends_a_text_at_the_tokens_of_the_model(
+    stated: list[int] | None, ends: tuple[int, ...], goes_on: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Without an EOS in the file, its own is token 11."""
+    original = save_original(llama(num_hidden_layers=1, eos_token_id=stated), tmp_path / "original")
+    with edited(original / "tokenizer_config.json") as settings:
+        del settings["eos_token"]
+    with torch.no_grad():
+        run = make_run(original, tmp_path / "version_0", 4, 32)
+    write(run, tmp_path / "out")
+    server = serve(tmp_path / "out" / "model.gguf")
+    for token in (*ends, *goes_on):
+        options = {"max_tokens": 3, "temperature": 0, "logit_bias": [[token, 1000.0]]}
+        answer = server.handle_completions({"prompt": [1, 2, 3], **options})
+        assert answer["choices"][0]["finish_reason"] == ("stop" if token in ends else "length")
+
+
+def tokenized(file: Path, text: str) -> list[int]:
+    """Return the token ids that llama.cpp's server gives a text."""
+    server = serve(file)
     request = Request(f"{server.listening_address}/tokenize", json.dumps({"content": text}).encode())
     with build_opener(ProxyHandler({})).open(request) as answer:
         found: list[int] = json.load(answer)["tokens"]

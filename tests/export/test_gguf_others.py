@@ -1,17 +1,22 @@
 """What is not quantized keeps its values in a GGUF file, and its metadata describe the model."""
 
+import json
 from pathlib import Path
 
 import gguf
+import pytest
 import torch
 from gguf import GGUFReader
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aespa_pl.export.gguf import Gguf
+from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import Q, write
-from tests.export.runs import VOCABULARY
+from tests.export.runs import VOCABULARY, Known
+from tests.export.test_gguf_vocabulary import fields, save_bytes
 
 
 def test_other_tensors_keep_their_values(known: MakeRun, tmp_path: Path) -> None:
@@ -85,3 +90,43 @@ def test_frequency_factors_of_llama_3(known: MakeRun, tmp_path: Path) -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = torch.tensor([10000.0 ** (-2 * i / 32) for i in range(16)])
     assert torch.allclose(plain / torch.tensor(tensors["rope_freqs.weight"]), scaled, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "generation", "expected"),
+    [
+        # llama.cpp would end texts at token 11: a row without a token, BOS, or another control token does not
+        (6, {}, None, {"eos": 5}),
+        (5, {"bos_token_id": 4}, None, {"eos": 4}),
+        (5, {}, None, {"eos": 3}),
+        (5, {"eos_token_id": 2}, None, {"eos": 2}),
+        (5, {"eos_token_id": [2, 0]}, None, {"eos": 2, "eot": 0}),
+        (5, {"eos_token_id": [2, 0]}, [], {"eos": 2, "eot": 0}),
+        (5, {"eos_token_id": 0}, [-1, 9, 1, 2, 0], {"eos": 0, "eot": 1, "eom": 2}),
+    ],
+)
+def test_every_file_names_the_tokens_that_end_a_text(
+    size: int,
+    config: dict[str, object],
+    generation: list[int] | None,
+    expected: dict[str, int],
+    tmp_path: Path,
+) -> None:
+    """The tokens are a, b, ab, <s> of the type CONTROL, and <tool>."""
+    save_bytes(tmp_path, ByteLevel(add_prefix_space=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    found = fields(tmp_path, size)
+    names = ("eos", "eot", "eom")
+    named = {name: found[f"{name}_token_id"] for name in names if f"{name}_token_id" in found}
+    assert named == expected
+
+
+def test_tokens_that_end_a_text_beyond_the_names_are_told_of(fresh: Known) -> None:
+    path = fresh.original / "generation_config.json"
+    path.write_text('{"eos_token_id": [257, 5, 6]}')
+    assert "end a text" not in (Gguf().remark(QuantizedModel.open(fresh.folder)) or "")
+    path.write_text('{"eos_token_id": [257, 5, 6, 7, 8]}')
+    remark = Gguf().remark(QuantizedModel.open(fresh.folder))
+    assert "llama.cpp may not stop at token 7, 8" in (remark or "")
