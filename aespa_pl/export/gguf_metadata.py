@@ -232,6 +232,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTr
     writer.add_token_types(of_rows)
     special = _SpecialTokens(folder, size, load_merges=not model.get("byte_fallback"))
     special.add_never(of_rows)
+    if isinstance(tokenizer.chat_template, str):  # of two files with one, the library takes the other
+        special.chat_template = tokenizer.chat_template
     # of what a file does not say, llama.cpp decides by the name of the splitting rule
     ids = tokenizer("a")["input_ids"]
     special.add_special_token |= {

@@ -130,3 +130,11 @@ def test_tokens_that_end_a_text_beyond_the_names_are_told_of(fresh: Known) -> No
     path.write_text('{"eos_token_id": [257, 5, 6, 7, 8]}')
     remark = Gguf().remark(QuantizedModel.open(fresh.folder))
     assert "llama.cpp may not stop at token 7, 8" in (remark or "")
+
+
+def test_the_chat_template_is_the_one_that_transformers_takes(tmp_path: Path) -> None:
+    save_bytes(tmp_path, ByteLevel(add_prefix_space=False))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of the configuration"}')
+    assert fields(tmp_path, 5)["chat_template"] == "of the configuration"
+    (tmp_path / "chat_template.jinja").write_text("of its own file")
+    assert fields(tmp_path, 5)["chat_template"] == "of its own file"

@@ -59,9 +59,9 @@ def fields(folder: Path, size: int) -> dict[str, Any]:
     writer.write_ti_data_to_file()
     writer.close()
     reader = GGUFReader(folder / "vocabulary.gguf")
-    prefix = "tokenizer.ggml."
+    prefix = "tokenizer."
     return {
-        name.removeprefix(prefix): field.contents()
+        name.removeprefix(prefix).removeprefix("ggml."): field.contents()
         for name, field in reader.fields.items()
         if name.startswith(prefix)
     }
