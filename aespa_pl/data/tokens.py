@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from aespa_pl.errors import UserError, first_line
 from aespa_pl.paths import expanded
 from aespa_pl.settings import CalibrationSettings
 from aespa_pl.storage.cache import keep, recalled
+from aespa_pl.storage.files import checksum
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,11 @@ def calibration_tokens(
     Those of several texts are mixed, so that each of them is also held back by a tuning. ``length`` counts,
     not the settings' own; the folder ``cache`` keeps the tokens. ``bos`` takes the place of each
     segment's first token; those of a file of token ids stay as the user made them. Raises UserError for a
-    text that can't be had, or is too short.
+    text that can't be had or is too short, and for two with the same content.
     """
     if isinstance(settings.source, Mapping):
         counts = divide_segments(settings.source, settings.segments)
+        _refuse_equal(counts)
         parts = (replace(settings, source=name, segments=count) for name, count in counts.items())
         segments = torch.cat([calibration_tokens(part, tokenizer, length, cache, bos=bos) for part in parts])
         generator = torch.Generator().manual_seed(settings.seed)
@@ -83,6 +85,22 @@ def calibration_tokens(
         return draw_segments(text.documents(), tokenized, settings, length)
 
     return _begun(cached_tokens(cache, made_from, make), bos)
+
+
+def _refuse_equal(sources: Iterable[str]) -> None:
+    """Raise UserError where two texts are one under two names, whose segments would be the same."""
+    seen: dict[str, str] = {}
+    for source in sources:
+        if source.endswith(".safetensors"):
+            path = expanded(source)
+            identity = checksum(path) if path.is_file() else source  # a missing one is refused when read
+        else:
+            identity = json.dumps(find_text(source, CALIBRATION_KEY).identity, sort_keys=True)
+        if (other := seen.setdefault(identity, source)) != source:
+            raise UserError(
+                f"{CALIBRATION_KEY}: {other} and {source} have the same content, and would give the same "
+                "segments: leave one of them out, and give the other the proportions of both"
+            )
 
 
 def evaluation_tokens(

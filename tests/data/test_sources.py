@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 from aespa_pl.data.tokens import calibration_tokens
@@ -33,6 +35,22 @@ def test_segments_of_several_texts_are_mixed_in_their_proportions(
     assert calibration_tokens(settings, tokenizer, 20, cache).equal(found)
     other = replace(settings, source=dict(zip(names, [1, 3], strict=True)))
     assert sum(bool((s <= 450).all()) for s in calibration_tokens(other, tokenizer, 20, cache)) == 4
+
+
+@pytest.mark.parametrize("ending", ["txt", "safetensors"])
+def test_two_texts_with_the_same_content_are_refused(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path, ending: str
+) -> None:
+    """Each segment would be drawn from both, and a tuning would train on what it holds back."""
+    names = [str(tmp_path / f"{name}.{ending}") for name in ("first", "second")]
+    for name in names:
+        if ending == "txt":
+            Path(name).write_text(text_of(range(1, 451)))
+        else:
+            save_file({"tokens": torch.arange(320).view(16, 20)}, name)
+    settings = CalibrationSettings(source=dict.fromkeys(names, 1.0), segments=16)
+    with pytest.raises(UserError, match=r"first.* and .*second.* have the same content, .*leave one of them"):
+        calibration_tokens(settings, tokenizer, 20, cache)
 
 
 def write_conversations(path: Path) -> CalibrationSettings:
