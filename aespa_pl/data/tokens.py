@@ -92,8 +92,10 @@ def _refuse_equal(sources: Iterable[str]) -> None:
     seen: dict[str, str] = {}
     for source in sources:
         if source.endswith(".safetensors"):
-            path = expanded(source)
-            identity = checksum(path) if path.is_file() else source  # a missing one is refused when read
+            try:
+                identity = checksum(expanded(source))
+            except OSError:  # refused when it is read
+                continue
         else:
             identity = json.dumps(find_text(source, CALIBRATION_KEY).identity, sort_keys=True)
         if (other := seen.setdefault(identity, source)) != source:

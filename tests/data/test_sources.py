@@ -53,6 +53,14 @@ def test_two_texts_with_the_same_content_are_refused(
         calibration_tokens(settings, tokenizer, 20, cache)
 
 
+def test_a_missing_file_of_token_ids_among_several_is_refused(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    settings = CalibrationSettings({"embedded": 1.0, str(tmp_path / "no.safetensors"): 1.0}, segments=2)
+    with pytest.raises(UserError, match=r"no\.safetensors can't be read"):
+        calibration_tokens(settings, tokenizer, 5, cache)
+
+
 def write_conversations(path: Path) -> CalibrationSettings:
     """The conversations differ in what no template of the tests takes."""
     rows = []
