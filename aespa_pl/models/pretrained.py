@@ -179,26 +179,16 @@ class PretrainedFolder:
 
     def load_stem(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         """Load all weights outside the blocks into a skeleton; raise UserError where one is not finite."""
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = head.weight is embedding.weight
-        tensors = self._read(self.stem_names(), device, dtype)
-        model.load_state_dict(tensors, assign=True, strict=False)
-        if tied:
-            head.weight = embedding.weight
+        _assign(model, self._read(self.stem_names(), device, dtype))
         self.family.restore_buffers(model, device)
 
     def release_stem(self, model: PreTrainedModel) -> None:
         """Put everything outside the blocks back on the meta device, but for buffers."""
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = head.weight is embedding.weight
-        empty = {
-            name: torch.empty(stored.shape, dtype=head.weight.dtype, device="meta")
-            for name, stored in self.tensors.items()
-            if not name.startswith(f"{self.family.blocks_path}.")
-        }
-        model.load_state_dict(empty, assign=True, strict=False)
-        if tied:
-            head.weight = embedding.weight
+        dtype = model.get_output_embeddings().weight.dtype
+        shapes = {name: self.tensors[name].shape for name in self.stem_names()}
+        _assign(
+            model, {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        )
 
     def load_block(
         self,
@@ -240,6 +230,15 @@ class PretrainedFolder:
                     tensors[name] = raw.to(device, dtype, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
+
+
+def _assign(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """Put tensors outside the blocks into a model; a tied head stays tied."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    model.load_state_dict(tensors, assign=True, strict=False)
+    if tied:
+        head.weight = embedding.weight
 
 
 def _shared(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
