@@ -55,7 +55,7 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
         (["--trainer.max_epochs", 3], r"trainer\.max_epochs is decided by the walk"),
         (["--trainer", "section.yaml"], r"trainer\.max_steps is decided by the walk"),
         (["--trainer.devises", 2], r"trainer\.devises is unknown: did you mean trainer\.devices\?$"),
-        (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true"),
+        (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--trainer.devices", 2, "--trainer.strategy", "fsdp"], r"trainer"),
         (["--trainer.devices", 64], r"make 64 devices, but 128 segments"),
@@ -67,7 +67,10 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
             ["--quantization.grid.zfold", "true", "--quantization.grid.search", "false"],
             r"zfold is true .* part of the search",
         ),
-        (["--output.histograms", "[gate_prj]"], r"histograms has gate_prj: the projections"),
+        (
+            ["--output.histograms", "[q_proj, gate_prj]"],
+            r"histograms has gate_prj: the projections .* are q_proj, k_proj, ",
+        ),
     ],
 )
 def test_plan_refuses_what_fit_refuses_in_the_same_words(

@@ -17,6 +17,7 @@ NAMED = ["c4", "wikitext2", "ptb"]
 calibration_text = partial(find_text, key=CALIBRATION_KEY)
 evaluation_text = partial(find_text, key=EVALUATION_KEY)
 READERS = {"calibration": calibration_text, "evaluation": evaluation_text}
+splits = pytest.mark.parametrize(("purpose", "split"), [("calibration", "train"), ("evaluation", "test")])
 
 
 def documents(text: Text) -> list[Any]:
@@ -36,25 +37,6 @@ def test_calibration_with_c4_draws_from_the_first_training_shard(hub: Any) -> No
     ]
 
 
-def test_calibration_with_wikitext2_is_one_document(hub: Any) -> None:
-    hub.rows = {"text": ["", " = A = \n", "b"]}
-    assert documents(calibration_text("wikitext2")) == ["\n\n = A = \n\n\nb"]
-    assert hub.calls == [{"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"}]
-
-
-def test_calibration_with_ptb_is_one_document(hub: Any) -> None:
-    hub.rows = {"sentence": ["a b", "c"]}
-    assert documents(calibration_text("ptb")) == ["a b c"]
-    assert hub.calls == [
-        {
-            "path": "ptb-text-only/ptb_text_only",
-            "data_files": {"train": "penn_treebank/train/0000.parquet"},
-            "split": "train",
-            "revision": "refs/convert/parquet",
-        }
-    ]
-
-
 def test_evaluation_on_c4_joins_the_first_1100_documents(hub: Any) -> None:
     hub.rows = {"text": [f"d{i}" for i in range(1200)]}
     text = evaluation_text("c4")
@@ -69,20 +51,22 @@ def test_evaluation_on_c4_joins_the_first_1100_documents(hub: Any) -> None:
     ]
 
 
-def test_evaluation_on_wikitext2_joins_rows_by_blank_lines(hub: Any) -> None:
-    hub.rows = {"text": ["a\n", "", "b"]}
-    assert documents(evaluation_text("wikitext2")) == ["a\n\n\n\n\nb"]
-    assert hub.calls == [{"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"}]
+@splits
+def test_wikitext2_is_one_document_of_rows_joined_by_blank_lines(hub: Any, purpose: str, split: str) -> None:
+    hub.rows = {"text": ["", " = A = \n", "b"]}
+    assert documents(READERS[purpose]("wikitext2")) == ["\n\n = A = \n\n\nb"]
+    assert hub.calls == [{"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": split}]
 
 
-def test_evaluation_on_ptb_joins_sentences_by_spaces(hub: Any) -> None:
+@splits
+def test_ptb_is_one_document_of_sentences_joined_by_spaces(hub: Any, purpose: str, split: str) -> None:
     hub.rows = {"sentence": ["a b", "c"]}
-    assert documents(evaluation_text("ptb")) == ["a b c"]
+    assert documents(READERS[purpose]("ptb")) == ["a b c"]
     assert hub.calls == [
         {
             "path": "ptb-text-only/ptb_text_only",
-            "data_files": {"test": "penn_treebank/test/0000.parquet"},
-            "split": "test",
+            "data_files": {split: f"penn_treebank/{split}/0000.parquet"},
+            "split": split,
             "revision": "refs/convert/parquet",
         }
     ]
