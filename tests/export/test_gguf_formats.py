@@ -1,6 +1,7 @@
 """A run in llama.cpp's types becomes a file with the same types and values."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -33,22 +34,28 @@ TYPES = {
 """Some of llama.cpp's types of the mixture Q2_K for two query heads a key."""
 
 
+def fit(original: Path, folder: Path, segments: int, length: int, *words: object) -> Path:
+    """Quantize a model with segments of the embedded text, and return the run."""
+    status, out, err = CommandLine()(
+        "fit", "--model.pretrained", original, "--data.calibration.source", "embedded",
+        "--data.calibration.segments", segments, "--data.calibration.segment_length", length,
+        "--data.evaluation.texts", "[]", "--output.folder", folder, *words,
+    )  # fmt: skip
+    assert (status, err) == (0, ""), err
+    assert re.search(r"\bQ\d_", out)  # the types are told
+    return Path(out.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of OPTQ, end-to-end training included, of a model whose head is not tied."""
     folder = tmp_path_factory.mktemp("formats")
     config = llama(hidden_size=256, intermediate_size=256, tie_word_embeddings=False)
     original = save_original(config, folder / "original")
-    status, out, err = CommandLine()(
-        "fit", "--model.pretrained", original, "--quantization.format", "Q2_K",
-        "--quantization.method", "optq", "--quantization.tuning.model.enabled", "true",
-        "--quantization.tuning.model.epochs", 1, "--data.calibration.source", "embedded",
-        "--data.calibration.segments", 6, "--data.calibration.segment_length", 32,
-        "--data.evaluation.texts", "[]", "--output.folder", folder, "--output.name", "typed",
+    return fit(
+        original, folder, 6, 32, "--quantization.format", "Q2_K", "--quantization.method", "optq",
+        "--quantization.tuning.model.enabled", "true", "--quantization.tuning.model.epochs", 1,
     )  # fmt: skip
-    assert (status, err) == (0, ""), err
-    assert "Q2_K" in out
-    return folder / "typed" / "version_0"
 
 
 def test_every_tensor_has_llama_cpps_type_and_the_runs_values(run: Path, tmp_path: Path) -> None:
@@ -109,16 +116,12 @@ def test_a_stem_that_is_damaged_is_noticed(run: Path, tmp_path: Path) -> None:
 
 def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
     original = save_original(llama(hidden_size=256, intermediate_size=256), tmp_path / "original")
-    status, _, err = CommandLine()(
-        "fit", "--model.pretrained", original, "--quantization.types", "{embedding: Q6_K}",
+    run = fit(
+        original, tmp_path, 4, 32, "--quantization.types", "{embedding: Q6_K}",
         "--quantization.method", "rtn", "--quantization.bits", 4, "--quantization.symmetric", "true",
-        "--quantization.group_size", 32, "--data.evaluation.texts", "[]",
-        "--data.calibration.source", "embedded", "--data.calibration.segments", 4,
-        "--data.calibration.segment_length", 32,
-        "--output.folder", tmp_path, "--output.name", "uniform",
+        "--quantization.group_size", 32,
     )  # fmt: skip
-    assert (status, err) == (0, ""), err
-    model = QuantizedModel.open(tmp_path / "uniform" / "version_0")
+    model = QuantizedModel.open(run)
     for chosen in (Gguf(), CompressedTensors()):
         (tmp_path / chosen.name).mkdir()
         chosen.write(model, tmp_path / chosen.name, lambda: None)
@@ -135,7 +138,7 @@ def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"the run has its embedding in Q6_K. Leave --embedding out"):
         Gguf("q8_0").refuse(model)
-    with safe_open(next((tmp_path / "uniform/version_0/model").glob("model-00001*")), "pt") as file:
+    with safe_open(next((run / "model").glob("model-00001*")), "pt") as file:
         held = torch.tensor(dequantized(embedding.data, embedding.tensor_type)).half()
         assert torch.equal(held, file.get_tensor("model.embed_tokens.weight"))
 
@@ -143,15 +146,11 @@ def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
 def test_query_and_key_of_two_types_with_the_same_bits_keep_their_own_grids(tmp_path: Path) -> None:
     config = llama(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     original = save_original(config, tmp_path / "original")
-    status, _, err = CommandLine()(
-        "fit", "--model.pretrained", original, "--quantization.format", "Q5_0",
+    run = fit(
+        original, tmp_path, 8, 64, "--quantization.format", "Q5_0",
         "--quantization.types", "{k_proj: Q5_1}", "--quantization.method", "aespa-fast",
-        "--data.calibration.source", "embedded", "--data.calibration.segments", 8,
-        "--data.calibration.segment_length", 64, "--data.evaluation.texts", "[]",
-        "--output.folder", tmp_path, "--output.name", "typed",
     )  # fmt: skip
-    assert (status, err) == (0, ""), err
-    model = QuantizedModel.open(tmp_path / "typed" / "version_0")
+    model = QuantizedModel.open(run)
     Gguf().write(model, tmp_path, lambda: None)
     prove(model, Gguf(), tmp_path)
     with safe_open(next(original.glob("*.safetensors")), "pt") as file:
