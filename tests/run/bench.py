@@ -3,11 +3,16 @@
 import json
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from aespa_pl.storage.files import checksum
+from tests.edited import edited
 from tests.forks import Forks, Outcome
 from tests.models.examples import LENGTH
 from tests.walks import SEGMENTS
@@ -102,6 +107,17 @@ def kill_at_each(bench: Bench, name: str, moments: Sequence[str], *options: str)
 def copied(stopped: Path, bench: Bench, name: str) -> Path:
     """Return the interrupted run under another name."""
     return Path(shutil.copytree(stopped, bench.runs / name / "version_0"))
+
+
+@contextmanager
+def checkpoint_of(run: Path) -> Iterator[dict[str, Any]]:
+    """Give the content of an interrupted run's checkpoint, which the run holds as it was changed."""
+    with edited(run / "journal.json") as journal:
+        file = run / journal["checkpoint"]["file"]
+        content = torch.load(file, weights_only=True)
+        yield content
+        torch.save(content, file)
+        journal["checkpoint"]["checksum"] = checksum(file)
 
 
 def truncate(path: Path) -> None:

@@ -1,18 +1,15 @@
 """A run goes on only where its inputs allow it, and ``last`` is the last of a name."""
 
-import json
 import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from aespa_pl.run.find import version_number
-from aespa_pl.storage.files import checksum
 from tests.disks import flip
-from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, copied, results
+from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, checkpoint_of, copied, results
 
 
 def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> None:
@@ -56,16 +53,14 @@ def test_what_was_learned_on_other_grids_is_learned_again(
     bench: Bench, stopped: Path, whole: dict[str, bytes]
 ) -> None:
     """A checkpoint is used: its values are changed, so that a run that goes on from them ends otherwise."""
-    journal = json.loads((stopped / "journal.json").read_text())["checkpoint"]
     for grids, same in (("these", False), ("others", True)):
         run = copied(stopped, bench, f"{grids}_grids")
-        content = torch.load(run / journal["file"], weights_only=True)
-        for tensor in content["state_dict"].values():
-            tensor.neg_()
-        torch.save(content, run / journal["file"])
-        text = (run / "journal.json").read_text()
-        text = text.replace(journal["checksum"], checksum(run / journal["file"]))
-        (run / "journal.json").write_text(re.sub(r"from \w+", "from 0", text) if same else text)
+        with checkpoint_of(run) as content:
+            for tensor in content["state_dict"].values():
+                tensor.neg_()
+        if same:
+            text = (run / "journal.json").read_text()
+            (run / "journal.json").write_text(re.sub(r"from \w+", "from 0", text))
         outcome = bench.fit(run.parent.name, *LAST)
         assert outcome.status == 0, outcome.text
         assert (results(run) == whole) == same

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from aespa_pl.run.journal import Run
-from aespa_pl.storage.files import checksum
 from tests.disks import flip
-from tests.run.bench import LAST, Bench, check, copied, remove, truncate
+from tests.run.bench import LAST, Bench, check, checkpoint_of, copied, remove, truncate
 from tests.walks import BLOCKS
 
 BLOCK, SHARD = "blocks/block_000.safetensors", "model/model-00002-of-00003.safetensors"
@@ -64,11 +62,6 @@ def test_checkpoint_of_a_newer_lightning_is_used(
     """The file is like one after a downgrade; its content counts."""
     name = "newer_lightning"
     run = copied(stopped, bench, name)
-    journal = bench.journal(name)
-    file = run / journal["checkpoint"]["file"]
-    content = torch.load(file, weights_only=True)
-    content["pytorch-lightning_version"] = "99.0.0"
-    torch.save(content, file)
-    text = (run / "journal.json").read_text()
-    (run / "journal.json").write_text(text.replace(journal["checkpoint"]["checksum"], checksum(file)))
+    with checkpoint_of(run) as content:
+        content["pytorch-lightning_version"] = "99.0.0"
     check(bench, name, bench.fit(name, *LAST), whole)

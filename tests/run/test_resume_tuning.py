@@ -6,11 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from aespa_pl.storage.files import checksum
 from tests.disks import flip
-from tests.run.bench import LAST, Bench, check, copied, kill_at_each, results, truncate
+from tests.run.bench import LAST, Bench, check, checkpoint_of, copied, kill_at_each, results, truncate
 from tests.walks import BLOCKS
 
 TUNED = (
@@ -80,19 +78,12 @@ def test_checkpoint_of_a_tuning_is_used(when: str, bench: Bench, whole: dict[str
     name = f"used_{when.replace('/', '_')[:-1]}"
     stopped = bench.fit(name, *TUNED, number=signal.SIGTERM, when=f"*/{when}")
     assert stopped.status == 128 + signal.SIGTERM, stopped.text
-    journal = bench.journal(name)
-    file = bench.run_of(name) / journal["checkpoint"]["file"]
     copied(bench.run_of(name), bench, f"same_{name}")
     finished(bench, f"same_{name}", whole)
-    content = torch.load(file, weights_only=True)
-    for tensor in content["state_dict"].values():
-        tensor.mul_(1.3)
-    content["tuning"]["best_error"] = 1e9  # the altered epochs are the best
-    torch.save(content, file)
-    text = (bench.run_of(name) / "journal.json").read_text()
-    (bench.run_of(name) / "journal.json").write_text(
-        text.replace(journal["checkpoint"]["checksum"], checksum(file))
-    )
+    with checkpoint_of(bench.run_of(name)) as content:
+        for tensor in content["state_dict"].values():
+            tensor.mul_(1.3)
+        content["tuning"]["best_error"] = 1e9  # the altered epochs are the best
     if when.startswith(BLOCK):  # other grids than those that it was made for: the block is trained again
         other = copied(bench.run_of(name), bench, f"other_{name}")
         (other / "journal.json").write_text(
