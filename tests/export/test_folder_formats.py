@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,14 @@ from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.runs import CONFIGS, VOCABULARY, Known, make_run, save_original
 
-families = pytest.mark.parametrize("name", ["llama-block", "opt-block", "bloom-block"])
-grids = pytest.mark.parametrize("group_size", [None, 32, 128])
-ends = pytest.mark.parametrize(
-    "name",
-    [
-        *("llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"),
-        *("granite", "smollm3", "ministral3", "fused", "gemma2", "gemma3", "olmo3", "exaone4"),
-        "seed-oss-biased",
-    ],
+FAMILIES, GROUP_SIZES = ("llama-block", "opt-block", "bloom-block"), (None, 32, 128)
+GRIDS = [*product(FAMILIES, (2, 3, 4, 8), GROUP_SIZES)]
+ENDS = (
+    *("llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"),
+    *("granite", "smollm3", "ministral3", "fused", "gemma2", "gemma3", "olmo3", "exaone4"),
+    "seed-oss-biased",
 )
+"""Models with biases, heads of their own and rows of any width."""
 
 
 def write(known: Known, chosen: FolderFormat, folder: Path) -> QuantizedModel:
@@ -64,29 +63,14 @@ def assert_runs_as_known(known: Known, folder: Path) -> None:
     assert torch.equal(logits(loaded), logits(known.model))
 
 
-@families
-@grids
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "bits", "group_size"),
+    [*GRIDS, *((name, 3, None) for name in ENDS), *(("llama", bits, 32) for bits in (5, 6, 7))],
+)
 def test_transformers_runs_compressed_tensors_exactly(
     name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
     run = known(name, bits, group_size)
-    write(run, CompressedTensors(), tmp_path)
-    assert_runs_as_known(run, tmp_path)
-
-
-@ends
-def test_biases_heads_and_any_width_survive_compressed_tensors(
-    name: str, known: MakeRun, tmp_path: Path
-) -> None:
-    run = known(name, 3, None)
-    write(run, CompressedTensors(), tmp_path)
-    assert_runs_as_known(run, tmp_path)
-
-
-@pytest.mark.parametrize("bits", [5, 6, 7])
-def test_other_bits_in_compressed_tensors(bits: int, known: MakeRun, tmp_path: Path) -> None:
-    run = known("llama", bits, 32)
     write(run, CompressedTensors(), tmp_path)
     assert_runs_as_known(run, tmp_path)
 
@@ -121,7 +105,7 @@ def test_container_holds_the_same_integers_in_four_bits(bits: int, known: MakeRu
     assert_runs_as_known(run, tmp_path)
 
 
-@families
+@pytest.mark.parametrize("name", FAMILIES)
 def test_folder_in_the_originals_types(name: str, known: MakeRun, tmp_path: Path) -> None:
     run = known(name, 3, 32)
     write(run, HuggingFace(), tmp_path)
@@ -137,9 +121,7 @@ def bits_of(words: Tensor, count: int, bits: int) -> Iterator[int]:
         yield int(digits[bits * i : bits * (i + 1)][::-1], 2)
 
 
-@families
-@grids
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("name", "bits", "group_size"), GRIDS)
 def test_gptq_is_a_stream_of_bits(
     name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
@@ -160,15 +142,7 @@ def test_gptq_is_a_stream_of_bits(
 
 @pytest.mark.parametrize(
     ("name", "bits", "container", "group_size"),
-    [
-        *(
-            (name, 4, None, group_size)
-            for name in ("llama-block", "opt-block", "bloom-block")
-            for group_size in (None, 32, 128)
-        ),
-        ("llama-block", 3, 4, 32),
-        ("llama-block", 2, 4, None),
-    ],
+    [*product(FAMILIES, (4,), (None,), GROUP_SIZES), ("llama-block", 3, 4, 32), ("llama-block", 2, 4, None)],
 )
 def test_awq_has_its_order_of_nibbles(
     name: str, bits: int, container: int | None, group_size: int | None, known: MakeRun, tmp_path: Path
