@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import Family
 from aespa_pl.tuning.moving import Moves, latents
+from aespa_pl.tuning.training import trained
 
 Stored = dict[str, Tensor]
 """Tensors of a file, in memory."""
@@ -107,11 +108,6 @@ class TrainableStream(nn.Module):
 
     def _fetched(self, index: int) -> tuple[Stored, Stored]:
         return self._read(index), {} if self.moves is None else self.moves.read(index)
-
-
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that require a gradient, by name."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _empty(block: nn.Module) -> None:

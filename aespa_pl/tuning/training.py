@@ -1,7 +1,6 @@
 """Train parametrized weights by a LightningModule, with a rate for each kind, and keep the best epoch."""
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -126,7 +125,7 @@ class Tuning(LightningModule):
     def on_after_backward(self) -> None:
         """Average the gradients of all processes; a process alone keeps its own."""
         if not self.world.alone:
-            for _, parameter in self._trained():
+            for parameter in trained(self.module).values():
                 if parameter.grad is not None:
                     self.world.sum_(parameter.grad)
                     parameter.grad /= self.world.size
@@ -167,9 +166,9 @@ class Tuning(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the best epoch; leave out tensors that are not trained."""
-        trained = {f"module.{name}" for name, _ in self._trained()}
+        kept = {f"module.{name}" for name in trained(self.module)}
         tensors = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: t for name, t in tensors.items() if name in trained}
+        checkpoint["state_dict"] = {name: t for name, t in tensors.items() if name in kept}
         checkpoint[STATE] = {name: getattr(self, name) for name in KEPT} | {"best": self._best}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -184,7 +183,7 @@ class Tuning(LightningModule):
     def restore_best(self) -> None:
         """Give the module the parameters of the best epoch."""
         self.enter_epoch(self.best_epoch)
-        for name, parameter in self._trained():
+        for name, parameter in trained(self.module).items():
             parameter.copy_(self._best[name])
 
     def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
@@ -196,7 +195,7 @@ class Tuning(LightningModule):
             elif isinstance(inner, ChannelFactors):
                 transforming.update(map(id, inner.parameters()))
         groups: dict[tuple[int, float], list[nn.Parameter]] = {}
-        for name, parameter in self._trained():
+        for name, parameter in trained(self.module).items():
             if id(parameter) in latent:
                 kind, rate = 0, latent[id(parameter)]
             elif id(parameter) in transforming:
@@ -245,11 +244,13 @@ class Tuning(LightningModule):
     @torch.inference_mode()  # validation's own mode, whose tensors can't be written to outside of it
     def _keep(self) -> None:
         """Keep the parameters in host memory, where the best ones so far lie: a device may have no room."""
-        for name, parameter in self._trained():
+        for name, parameter in trained(self.module).items():
             if name in self._best:
                 self._best[name].copy_(parameter)
             else:
                 self._best[name] = parameter.to("cpu", copy=True)
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that require a gradient, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
