@@ -66,10 +66,11 @@ def export(
         output: Folder to write; null: export/FORMAT in the run's folder.
         verify: Besides the bytes, which are always read back and compared: the engine that must give the
             run's next-token distributions. auto: all that are installed, fit and run here; bytes: none.
-        container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4; where
-            quantization.bits_of gave several, all take these.
-        embedding: Type of embedding and head. q8_0, of gguf alone, rounds them to 8.5 bits a weight, as
-            llama.cpp does; keep: they stay. null: q8_0 in gguf, keep in all other formats.
+        container_bits: Bits that each integer takes, if more than it has: vLLM's CPU build runs 2 and 3 bits
+            in 4; where quantization.bits_of gave several, all take these.
+        embedding: Type of embedding and head. q8_0, of gguf alone, rounds them to 8.5 bits a weight; keep:
+            they stay. null: q8_0 in gguf where 32 divides their rows, keep elsewhere. llama.cpp rounds them
+            too, often to smaller types; a run with quantization.format Q4_K_M has llama.cpp's own types.
         original: Folder of the model that was quantized, if it is no longer where the run found it.
         push_to_hub: Name of a repository on the Hugging Face hub that gets the folder as well.
         runs_folder: With last: the folder of all runs, their output.folder.

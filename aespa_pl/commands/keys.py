@@ -49,6 +49,7 @@ COMMON = {  # the keys that most users need, in a few words
     "data.calibration.segment_length": "tokens in each of them",
     "data.evaluation.texts": "list of texts to measure the perplexity on; []: none",
     "quantization.method": "aespa-tuned, aespa, aespa-fast, rtn ... (docs/methods.md)",
+    "quantization.format": "uniform, or llama.cpp's types (Q2_K, Q4_K_M, IQ4_XS ..., auto: by target)",
     "quantization.bits": "bits of a weight, 2 to 8",
     "quantization.group_size": "columns that share a scale; null: the whole row",
     "quantization.target": "file size (3.5 GB) or bits a weight to choose types or bits for",
@@ -67,6 +68,8 @@ ONLY = {  # further keys of each command
     "test": {"tasks": "list of zero-shot tasks; also task_limit, task_examples ..."},
     "plan": {"plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"},
     "compare": {
+        "quantization.format": "stays uniform; compare.formats names others",
+        "output.name": "name (default: compare), cells: output.folder/NAME/METHOD_wBITS_sSEED",
         "compare.methods": "list of values of quantization.method; by default all",
         "compare.bits": "list of values of quantization.bits; by default [2, 3, 4]",
         "compare.formats": "list of values of quantization.format, in place of bits",

@@ -167,8 +167,9 @@ class OutputSettings:
     """Name of the run. Every run gets a folder NAME/version_N of its own."""
     checkpoint_seconds: FinitePositive | None = 60.0
     """Seconds between two checkpoints of the learning under way; null: none by time. One takes 12 bytes for
-    each weight whose rounding is learned, and 16 for each that is tuned: of a block, or end to end of the
-    whole model. The next waits at least 20 times the time that one takes."""
+    each weight whose rounding is learned, and 16 for each weight of a block that is tuned. End to end it
+    takes 16 for each weight of the model where integers move in memory, and little otherwise. The next
+    waits at least 20 times the time that one takes."""
     checkpoint_iterations: PositiveInt | None = None
     """Iterations between two checkpoints of the learning under way; null: none by iterations."""
     histograms: list[str] = field(default_factory=list)

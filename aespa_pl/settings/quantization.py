@@ -69,8 +69,8 @@ class ObjectiveSettings:
     """attention: V minimizes the error of the attention output (Eq. 17), in the grid and the OPTQ update as
     well; layer: the error of its own output; null: as the method does."""
     query_key_damping: FiniteNonNegative = 0.1
-    """Part of its mean diagonal that is added to the diagonal of G where query_key is attention: errors of Q
-    where keys are small, and of K where queries are, stay small, because they meet (docs/algorithm.md)."""
+    """Part of its mean diagonal that is added to the diagonal of G where query_key is attention. Without it
+    errors of Q grow where keys are small, and errors of K where queries are small (docs/algorithm.md)."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class PolishSettings:
     objective. off: as in the paper (docs/polish.md); null: as the method does."""
     passes: PositiveInt = 10
     """Visits of all integers at most; a row, or head, ends with a pass that gains less than half a
-    percent."""
+    percent. With a type of llama.cpp three such descents follow each other."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,15 @@ class QuantizationSettings:
     format: str = "uniform"
     """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
     mixture (Q2_K, Q4_K_M, IQ4_XS ...), a block type (Q3_K, Q4_0 ...) or auto, the types that target
-    chooses; all of these go before those three."""
+    chooses. With any of these, bits, group_size and symmetric have no effect."""
     target: float | str | None = None
     """Size that the model may have: of the whole file (3.5 GB, 300 MB), or mean bits of a quantized weight
     (2.75). Types (format auto: the GGUF file has the size) or bits_of (uniform: packed integers) are chosen
-    for it, so that the end loss suffers least; those that types and bits_of name stay. null: nothing is."""
+    for it, so that the end loss suffers least; those that types and bits_of name stay. null: nothing is
+    chosen."""
     types: dict[str, str] = field(default_factory=dict)
-    """Block types of some projections by name, block and pattern (v_proj: Q4_K, 0.*: Q6_K), where the format
-    is none that is uniform, and of embedding and head, which uniform formats otherwise leave as they are."""
+    """Block types by name, block and pattern (v_proj: Q4_K, 0.*: Q6_K, embedding: Q6_K). With a format of
+    llama.cpp: of any matrix. With uniform: of embedding and head only, which otherwise keep their type."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     bits_of: dict[str, ProjectionBits] = field(default_factory=dict)
@@ -140,7 +141,8 @@ class QuantizationSettings:
     symmetric: bool = False
     """Fix the zero point in the middle of the range."""
     group_size: PositiveInt | None = None
-    """Columns that share a scale and a zero point; null: one pair for each output channel."""
+    """Columns that share a scale and a zero point; null: one pair for each output channel. It has to divide
+    the columns of every projection; GGUF also wants a multiple of 32."""
     damping: Damping = "auto"
     """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ), between 0 and 1. auto:
     inputs of the projection / calibration tokens, from 0.01 to 0.3."""
