@@ -27,7 +27,11 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class CompressedTensors(PackedFormat):
-    """Packs integers of 2 to 8 bits, in any groups and of any family."""
+    """Packs integers of 2 to 8 bits, in any groups.
+
+    It takes any family, but mixtures of experts only where the run is symmetric and quantizes all experts,
+    and no gpt-oss, whose files have all experts of a block in one tensor.
+    """
 
     name = "compressed-tensors"
     reader = "compressed-tensors"

@@ -62,7 +62,7 @@ class Gguf(Format):
 
     embedding: Literal["keep", "q8_0"] | None = None
     """What becomes of an embedding and a head without types of their own; q8_0 rounds them to 8.5 bits a
-    weight, as llama.cpp does. None: q8_0 where rows are whole blocks of it."""
+    weight. None: q8_0 where rows are whole blocks of it. llama.cpp rounds them too, often to smaller ones."""
 
     name = "gguf"
     reader = "gguf"
