@@ -80,8 +80,8 @@ _AFFINEQUANT = replace(_OMNIQUANT, name="affinequant", parametrization="affine")
 # OPTQ that knows the attention scores, so that rows of a head make up for each other; the output projection's
 # share in the paper's loss of V, which couples its rows, is left out as in aespa's
 _BOA = replace(_OPTQ, name="boa", optq_rows=True, query_key="attention", value="attention")
-# grids, start and learned rounding know the attention; three additions are ours (keep_best, polish and
-# input_correction), and configs/paper.yaml switches them off
+# grids, start and learned rounding know the attention: the paper, with the changes that docs/algorithm.md
+# (section How far this is the paper's algorithm) lists
 _AESPA = replace(
     _ZFOLD,
     name="aespa",
