@@ -194,10 +194,11 @@ class Parabola:
 def fit_factors(
     V: Float[Tensor, "groups rows columns"], H: Float[Tensor, "groups columns columns"], kind: GridType
 ) -> Factors:
-    """Return the numbers of a block type with nearly the least loss of each group under nearest rounding.
+    """Return the numbers of a block type, the least squares of each group's integers from the best start.
 
-    V is the weights over zeta. The last block of a row may be incomplete. A few rows are fitted at once, in
-    memory that stays in the cache.
+    V is the weights over zeta. Starts are compared by the loss of their own integers. Rounding these anew
+    gives less under nearest rounding, and no less after the OPTQ update and the descent. The last block of a
+    row may be incomplete. A few rows are fitted at once, in memory that stays in the cache.
     """
     chunk = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
     height = max(1, chunk // (V.shape[0] * V.shape[2]))
@@ -250,11 +251,12 @@ def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
 def _rounded(parabola: Parabola, scale: Tensor, minimum: Tensor, kind: GridType) -> Factors:
     """Return factors near scales and minimums ``[groups, rows]``, where that costs least.
 
-    The minimum follows the scale that is rounded before it.
+    The minimum follows the scale that is rounded before it, unless it is held at 0.
     """
     A, B, C = (x.T[None] for x in (parabola.A, parabola.B, parabola.C))
     scale, minimum = scale.T[None], minimum.T[None]  # [1, rows, groups]
-    slope = (B / C.clamp(min=TINY)) * (kind.zero_point is None)
+    follows = ((minimum > 0) | (kind.minimums == (1, 1))) & (kind.zero_point is None)
+    slope = (B / C.clamp(min=TINY)) * follows
     d, a = _factored(scale, A - slope * B, kind.scales, kind)
     a = torch.where(a == 0, 1, a)
     minimum = minimum + slope * (kind.each_group(d, a.shape[-1]) * a - scale)

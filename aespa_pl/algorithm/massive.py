@@ -50,6 +50,7 @@ def _divisors_and_bound(target: Tensor, output: Tensor) -> tuple[Tensor, Tensor]
     """Return the divisors, and the mean square above which a token of its segment is massive."""
     p = target.square().mean(-1)
     bound = MASSIVE * p.median(dim=-1, keepdim=True).values
+    bound = torch.where(bound > 0, bound, torch.inf)  # no token is massive beside targets that are all 0
     larger = p.maximum(output.detach().square().mean(-1))
     divisors = torch.where(p > bound, (p * bound).sqrt(), larger)
     first = larger[..., :1] / max(1.0, FIRST * p.shape[-1])

@@ -190,15 +190,21 @@ class QuantizedBlock:
     def damp(self, damping: Damping, growth: float = 1) -> None:
         """Damp all Hessians with a share of their mean diagonal, times a factor."""
         for p in {id(p.hessian): p for p in self.projections.values()}.values():
-            tokens = int(p.measured.get("tokens", self.tokens))  # an expert's own, or all
-            p.hessian.damp(growth * damping_for(damping, p.weight.shape[-1], tokens))
+            p.hessian.damp(growth * damping_for(damping, p.weight.shape[-1], self._tokens_of(p)))
 
     def clear_dead_columns(self) -> None:
-        """Aim at 0 for the weights of inputs that are always 0: any other value would only cost range."""
+        """Aim at 0 for the weights of inputs that are always 0: any other value would only cost range.
+
+        Of fewer tokens than inputs many are 0 by chance, behind a ReLU; their weights stay.
+        """
         for p in self.projections.values():
             dead = p.hessian.dead[:, None]  # [heads or 1, 1, d_in]
-            if bool(dead.any()):
+            if self._tokens_of(p) >= p.weight.shape[-1] and bool(dead.any()):
                 p.weight = p.weight.masked_fill(dead, 0)
+
+    def _tokens_of(self, projection: QuantizedProjection) -> int:
+        """Return the number of tokens in a projection's Hessian: all, or those of an expert."""
+        return int(projection.measured.get("tokens", self.tokens))
 
     def zetas(self) -> Mapping[str, Tensor]:
         """Return zeta ``[d_in]`` of each input group that folds it somewhere."""

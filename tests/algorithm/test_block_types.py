@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
-from aespa_pl.algorithm.grid_types import TYPES, GridType
+from aespa_pl.algorithm.grid_types import TYPES, Factors, GridType
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
@@ -171,3 +171,23 @@ def test_optq_and_descent_lower_the_loss(kind: GridType) -> None:
     assert losses[2] <= losses[1] < losses[0]
     kept = reconstruction_loss(dequantize(third, grid) - W, H).sum()
     assert float(kept) == pytest.approx(losses[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q5_K"])
+def test_groups_whose_minimum_is_held_at_zero_keep_their_range(name: str) -> None:
+    """Such groups, of weights near one number above 0, stand beside others in a block."""
+    torch.manual_seed(0)
+    kind = TYPES[name]
+    centres = torch.randn(1, 16, COLUMNS // kind.group, 1).expand(-1, -1, -1, kind.group)
+    groups = centres + 0.01 * torch.randn(centres.shape)
+    W, H, ones = groups.flatten(2), torch.eye(COLUMNS)[None], torch.ones(COLUMNS)
+    found = search_grid(W, H, ones, GridFormat.of(kind))[0]
+    # the plain way: each group from its least weight, or 0, to its largest, or 0
+    low, high = -groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    of_blocks = [x.unflatten(-1, (-1, kind.groups)) for x in ((low + high) / kind.largest, low)]
+    d, d_min = (
+        x.amax(-1) / limits[1] for x, limits in zip(of_blocks, (kind.scales, kind.minimums), strict=True)
+    )
+    a, c = ((x / f[..., None]).round().flatten(2) for x, f in zip(of_blocks, (d, d_min), strict=True))
+    plain = Grid.of(Factors(kind, d, a.clamp(min=1), d_min, c), ones)
+    assert loss(quantize(W, found), W, found, H) < 0.6 * loss(quantize(W, plain), W, plain, H)

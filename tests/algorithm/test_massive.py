@@ -70,3 +70,9 @@ def test_no_gradient_goes_through_the_divisor() -> None:
     target = torch.ones(10, 4)
     output = (2 * target).requires_grad_()
     assert not error_divisors(target, output).requires_grad
+
+
+def test_where_most_targets_are_zero_the_others_count() -> None:
+    target = torch.zeros(1, 8, 4)
+    target[:, 2:5] = 1
+    assert torch.equal(token_weights(target, target)[:, 2:5], torch.ones(1, 3))

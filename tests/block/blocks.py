@@ -76,6 +76,7 @@ def make_statistics(
         Hessian(matrices["attended"]) if value else None,
         second_moment(d_h, layout.heads) if query_key else None,
         second_moment(d_h, layout.key_value_heads) if query_key else None,
+        tokens=4096,
     )
 
 

@@ -170,6 +170,15 @@ def test_weights_of_dead_inputs_are_zero(*, value: bool) -> None:
     assert bool(linear(block, "self_attn.q_proj").weight[:, 5].all())  # the block keeps it
 
 
+def test_of_few_tokens_weights_of_dead_inputs_stay() -> None:
+    block, layout = example("llama-grouped")
+    made = make_statistics(block, layout, change=lambda m: kill(m["mlp_hidden"], 2))
+    columns = linear(block, "mlp.down_proj").in_features
+    for tokens, stay in ((columns - 1, True), (columns, False)):
+        weight = begin(block, layout, replace(made, tokens=tokens)).projections["down_proj"].weight
+        assert bool(weight[:, :, 2].any()) is stay
+
+
 def test_value_inputs_are_dead_for_each_head_on_its_own() -> None:
     block, layout = example("llama-grouped")
     statistics = make_statistics(block, layout, change=lambda m: kill(m["attended"][1], 3))
