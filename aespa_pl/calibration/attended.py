@@ -5,6 +5,9 @@ values have the inputs ``A_q X``. The sum of ``(A_q X)^T A_q X`` over the query 
 ``X^T (sum_q A_q^T A_q) X``: one product with X for all of them. Where many query heads share a value head and
 segments are not much longer than d, that takes fewer operations.
 
+Neighbouring rows of A X resemble each other, and each key/value head has as many rows as its query heads have
+tokens. Of many more rows than columns every second, third ... one is enough (docs/performance.md).
+
 Source: docs/algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
@@ -25,39 +28,61 @@ is in memory. No chunk has fewer rows than this: with 32 all of it took up to ha
 tokens, one thread of a CPU)."""
 
 
-def chunks(length: int) -> list[slice]:
-    """Return the rows of A that are computed at once in segments of ``length`` tokens."""
-    step = max(CHUNK_ROWS, -(-length // CHUNKS))
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+LEAST_ROWS = 32
+"""Rows of a head that are taken of each segment at least, so that early and late positions count alike."""
 
 
-def multiplications(shared: int, length: int, d: int) -> tuple[float, float]:
+def stride(least: int, tokens: int, shared: int, length: int, d: int) -> int:
+    """Return s where every s-th row of A X is enough: at ``least`` so many rows remain for each column.
+
+    The calibration text has ``tokens`` in segments of ``length``, and ``shared`` query heads share a value
+    head. Where ``least`` is 0 all rows count.
+    """
+    return max(1, min(tokens * shared // (least * d), length // LEAST_ROWS)) if least else 1
+
+
+def chunks(length: int, stride: int = 1) -> list[slice]:
+    """Return the rows of A, every ``stride``-th, that are computed at once in segments of a ``length``."""
+    step = max(CHUNK_ROWS, -(-length // (CHUNKS * stride))) * stride
+    starts = range(0, length - stride + 1, step)
+    return [slice(start + stride - 1, min(start + step, length), stride) for start in starts]
+
+
+def number(rows: slice) -> int:
+    """Return the number of rows of a slice with an end."""
+    return len(range(rows.start, rows.stop, rows.step))
+
+
+def multiplications(shared: int, length: int, d: int, stride: int = 1) -> tuple[float, float]:
     """Return those of a segment and a value head: by A X of each ``shared`` query head, by sums of A^T A."""
-    gram = length * d * d * computed_fraction(d)
+    gram = d * d * computed_fraction(d)
     inputs = squares = 0.0
-    for chunk in chunks(length):
-        rows = chunk.stop - chunk.start
-        inputs += rows * chunk.stop * d
+    for chunk in chunks(length, stride):
+        rows = number(chunk)
+        inputs += rows * (chunk.stop * d + gram)
         squares += rows * chunk.stop**2 * computed_fraction(chunk.stop)
-    return shared * (inputs + gram), shared * squares + length**2 * d + gram
+    return shared * inputs, shared * squares + length**2 * d + length * gram
 
 
-def over_tokens(shared: int, length: int, d: int) -> bool:
+def over_tokens(shared: int, length: int, d: int, stride: int = 1) -> bool:
     """Tell whether sums of A^T A over the query heads take fewer multiplications."""
-    each, over = multiplications(shared, length, d)
+    each, over = multiplications(shared, length, d, stride)
     return over < each
 
 
 class AttendedInputs:
     """Adds up the inputs of value heads in one batch, in memory that all heads use."""
 
-    def __init__(self, attention: Attention, X: Tensor, layout: BlockLayout) -> None:
-        """Begin a batch with X ``[B, L, d]``."""
+    def __init__(self, attention: Attention, X: Tensor, layout: BlockLayout, stride: int = 1) -> None:
+        """Begin a batch with X ``[B, L, d]``; of A X every ``stride``-th row counts, in place of all."""
         B, L, d = X.shape
+        self._chunks_of_rows = chunks(L, stride)
+        self._rows = slice(stride - 1, L, stride)
+        self._weight = L / number(self._rows)
         self._attention, self._X = attention, operand(X.float())
         self._shared = layout.heads // layout.key_value_heads
-        self._over_tokens = over_tokens(self._shared, L, d)
-        shape = (B, L, L) if self._over_tokens else (B, self._shared, L, d)
+        self._over_tokens = over_tokens(self._shared, L, d, stride)
+        shape = (B, L, L) if self._over_tokens else (B, self._shared, number(self._rows), d)
         self._memory = self._X.new_empty(shape, dtype=torch.float32)
         self._product = self._X.new_empty(L, d, dtype=torch.float32) if self._over_tokens else None
 
@@ -77,6 +102,7 @@ class AttendedInputs:
         ``[d_h, d]`` gets ``factor shift^T A X``, with the outputs' ``shift`` ``[B, query heads, L, d_h]``.
         """
         products = self._over_tokens_of if self._over_tokens else self._inputs_of
+        factor *= self._weight
         for left, right, shifted in products(head, root, shift):
             add_symmetric(total, left, right, factor=factor)
             if shifts is not None and shifted is not None:
@@ -85,7 +111,7 @@ class AttendedInputs:
     def _chunks(self, head: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and their A, ``[B, query heads, rows, end of rows]`` in float32."""
         query_heads = slice(head * self._shared, (head + 1) * self._shared)
-        for chunk in chunks(self._X.shape[1]):
+        for chunk in self._chunks_of_rows:
             with multiplying_in("float32"):  # an error of a score is one of all that it weights
                 A = self._attention.probabilities(query_heads, chunk).float()
             yield chunk, A
@@ -94,14 +120,16 @@ class AttendedInputs:
         self, head: int, root: Tensor | None, shift: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield A X twice, and the shift, of all query heads and segments as rows."""
-        AX = self._memory
+        AX, done = self._memory, 0
         for chunk, A in self._chunks(head):
+            part = slice(done, done + A.shape[2])
             for i in range(self._shared):  # one product for all would copy X for each query head
-                torch.bmm(operand(A[:, i]), self._X[:, : chunk.stop], out=AX[:, i, chunk])
+                torch.bmm(operand(A[:, i]), self._X[:, : chunk.stop], out=AX[:, i, part])
+            done = part.stop
         if root is not None:
-            AX.mul_(root)
+            AX.mul_(root[:, :, self._rows])
         rows = operand(AX.flatten(0, 2))
-        yield rows, rows, None if shift is None else shift.flatten(0, 2)
+        yield rows, rows, None if shift is None else shift[:, :, self._rows].flatten(0, 2)
 
     def _over_tokens_of(
         self, head: int, root: Tensor | None, shift: Tensor | None

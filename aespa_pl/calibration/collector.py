@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
 from aespa_pl.algorithm.second_moments import mirror, rotate_back, through_norm
-from aespa_pl.calibration.attended import AttendedInputs
+from aespa_pl.calibration.attended import AttendedInputs, stride
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Hessian, Shifts, Sums, output_shift, rows
@@ -45,6 +45,8 @@ class StatisticsCollector:
         heads: range | None = None,
         experts: range | None = None,
         precision: Precision = "float32",
+        value_rows: int = 0,
+        text: int = 0,
     ) -> None:
         """Begin with nothing.
 
@@ -52,7 +54,8 @@ class StatisticsCollector:
         G_K, ``inputs`` the Hessians of inputs but those of experts, whose are of some ``experts`` (None:
         all), ``magnitudes`` the mean absolute values of inputs. In ``precision`` are the products; the sums
         are float32. TF32 has all bits of the inputs of a model in half precision; A X and differences of two
-        streams are rounded.
+        streams are rounded. H_V is the sum of all rows of A X; above 0, ``value_rows`` says how many for each
+        column are enough, of a calibration ``text`` of so many tokens.
         """
         self.layout = layout
         self.value = value
@@ -61,6 +64,7 @@ class StatisticsCollector:
         self.magnitudes = magnitudes
         self.heads = range(layout.key_value_heads) if heads is None else heads
         self.precision: Precision = precision
+        self.value_rows, self.text = value_rows, text
         # a norm that comes after them (OLMo), not before (OPT-350M, whose stream is a norm's output)
         starts = {p.residual for group in layout.groups for p in group.projections if p.norm is not None}
         self._raw = {group.name for group in layout.groups if group.projections[0].module in starts}
@@ -162,7 +166,9 @@ class StatisticsCollector:
         gates = None
         if attention.gate is not None:  # what multiplies the outputs, [n_kv, B, query heads, L, d_h]
             gates = attention.gate.float().unflatten(1, (self.layout.key_value_heads, -1)).transpose(0, 1)
-        attended, count, d = AttendedInputs(attention, X, self.layout), len(self.heads), X.shape[-1]
+        (_, length, d), count = X.shape, len(self.heads)
+        every = stride(self.value_rows, self.text, round(1 / mean), length, d)
+        attended = AttendedInputs(attention, X, self.layout, every)
         for i, head in enumerate(self.heads):
             shift = None if outputs is None else outputs[head]
             root = shifts = None

@@ -61,9 +61,9 @@ class Attention:
         """
         exact = torch.promote_types(self.query.dtype, torch.float32)
         _, n_h, L, _ = self.query.shape
-        start, end, _ = rows.indices(L)
+        start, end, step = rows.indices(L)
         key_heads = torch.arange(n_h, device=self.key.device)[heads] // (n_h // self.key.shape[1])
-        Q = self.query[:, heads, start:end].to(exact)  # [B, heads, rows, d_h]
+        Q = self.query[:, heads, rows].to(exact)  # [B, heads, rows, d_h]
         K = self.key[:, key_heads, :end].to(exact)  # [B, heads, end, d_h]
         scores = (Q * self.scaling) @ K.mT
         if self.softcap is not None:
@@ -71,11 +71,11 @@ class Attention:
         if self.alibi is not None:
             scores += self.alibi[:, heads, :, :end]
         if self.mask is not None:
-            scores.masked_fill_(~self.mask[:, :, start:end, :end], -torch.inf)
+            scores.masked_fill_(~self.mask[:, :, rows, :end], -torch.inf)
         else:
             square = scores[..., start:]  # all columns before are in the past of all rows
-            later = torch.ones(end - start, end - start, dtype=torch.bool, device=scores.device)
-            square.masked_fill_(later.triu_(1), -torch.inf)
+            later = torch.ones(end - start, end - start, dtype=torch.bool, device=scores.device).triu_(1)
+            square.masked_fill_(later[::step], -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)
         sinks = self.sinks[heads, None, None].to(exact).expand(*scores.shape[:-1], 1)

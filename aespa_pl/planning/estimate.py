@@ -14,7 +14,7 @@ import torch
 from aespa_pl.algorithm.candidates import leading_rank
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_fraction
-from aespa_pl.calibration.attended import multiplications
+from aespa_pl.calibration.attended import multiplications, stride
 from aespa_pl.measure import duration, human
 from aespa_pl.planning.budget import Room, partition_for, portions_in_words, room
 from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, waiting_bytes
@@ -45,7 +45,8 @@ def block_flops(
     Several devices divide the segments in whole batches, and the rows evenly; each factors the Hessians that
     all rows have in common.
     """
-    work, layout, shares = work.of_device(devices), shape.layout, shape.shares
+    text, layout, shares = work.segments * work.length, shape.layout, shape.shares
+    work = work.of_device(devices)
     tokens, d, heads = work.segments * work.length, shape.hidden, layout.key_value_heads
     attention = 4 * tokens * work.length * layout.heads * layout.head_dim
     forward = float(2 * tokens * sum(m.share * m.size for m in shape.matrices) + attention)
@@ -53,7 +54,9 @@ def block_flops(
     moments = sum(shares[name] * computed_fraction(c) * c**2 for name, c in shape.inputs.items())
     moments *= 2 if settings.input_correction else 1  # as many for the shifts
     if settings.objective.value == "attention":
-        of_head = multiplications(layout.heads // layout.key_value_heads, work.length, d)
+        shared = layout.heads // layout.key_value_heads
+        every = stride(settings.objective.value_rows, text, shared, work.length, d)
+        of_head = multiplications(shared, work.length, d, every)
         moments += layout.key_value_heads * min(of_head) / work.length
     product = sum(2 * m.size * m.columns for m in shape.matrices)  # dW H of all projections
     factors = sum(3 * columns**3 for columns in shape.inputs.values())

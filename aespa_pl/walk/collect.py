@@ -23,6 +23,7 @@ class Streams:
     quantized: Batches  # made by the blocks quantized so far
     original: Batches  # of the original model; empty where neither input_correction nor tuning needs them
     own: bool  # whether they are this process's; if they are another's, they only tell the shapes here
+    tokens: int  # number of tokens of the whole calibration text
 
     @classmethod
     def begin(cls, context: Context, tokens: Tensor) -> "Streams":
@@ -32,11 +33,11 @@ class Streams:
         mine = mine if own else tokens[:1]
         quantized = context.quantized_stem.embed(mine, context.batch_size)
         if not context.settings.two_streams:
-            return cls(quantized, [], own)
+            return cls(quantized, [], own, tokens.numel())
         if context.quantized_stem is not context.source:
-            return cls(quantized, context.source.embed(mine, context.batch_size), own)
+            return cls(quantized, context.source.embed(mine, context.batch_size), own, tokens.numel())
         again = (quantized[i] for i in range(len(quantized)))
-        return cls(quantized, context.source.keep(again), own)
+        return cls(quantized, context.source.keep(again), own, tokens.numel())
 
 
 def collect(context: Context, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
@@ -81,6 +82,8 @@ def _run_through(
         heads=heads,
         experts=experts,
         precision="float32" if settings.precision == "float32" else "tf32",
+        value_rows=settings.objective.value_rows,
+        text=streams.tokens,
     )
     attention = partial(source.family.observe_attention, source.model, module)
     either = attention if collector.value or collector.query_key else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from aespa_pl.algorithm.objectives import multiplying_in
 from aespa_pl.algorithm.second_moments import mirror
 from aespa_pl.calibration import attended
-from aespa_pl.calibration.attended import AttendedInputs, chunks, over_tokens
+from aespa_pl.calibration.attended import AttendedInputs, chunks, over_tokens, stride
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.observed import Attention
 
@@ -46,9 +46,11 @@ def explicit(attention: Attention) -> Tensor:
     return A
 
 
-def added(attention: Attention, X: Tensor, *heads: int, **each: Tensor) -> tuple[Tensor, Tensor]:
+def added(
+    attention: Attention, X: Tensor, *heads: int, every: int = 1, **each: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the sums of ``AttendedInputs``, ``[heads, d, d]`` and ``[heads, d_h, d]``."""
-    sums, totals, shifts = AttendedInputs(attention, X, LAYOUT), [], []
+    sums, totals, shifts = AttendedInputs(attention, X, LAYOUT, every), [], []
     for head in heads or range(KEY_HEADS):
         totals.append(torch.zeros(WIDTH, WIDTH))
         shifts.append(torch.zeros(HEAD_SIZE, WIDTH))
@@ -152,3 +154,43 @@ def test_probabilities_are_exact_whatever_the_products_are() -> None:
         added(watched, torch.randn(SEGMENTS, 5, WIDTH))
     assert outside == "high"
     assert set(seen) == {"highest"}
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("kind", ["plain", "window", "alibi"])
+@pytest.mark.parametrize(("length", "every"), [(16, 2), (17, 2), (19, 3), (16, 5)])
+def test_every_second_or_third_row_stands_for_all(
+    length: int, every: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attended, "CHUNK_ROWS", 2)
+    attention, X = make(length, kind), torch.randn(SEGMENTS, length, WIDTH)
+    of_heads = (KEY_HEADS, SEGMENTS, HEADS // KEY_HEADS, length)
+    shift, root = torch.randn(*of_heads, HEAD_SIZE), torch.rand(*of_heads, 1)
+    AX = explicit(attention).unflatten(1, (KEY_HEADS, -1)).transpose(0, 1) @ X.double()[:, None] * root
+    taken = torch.arange(length)[every - 1 :: every]
+    rows, shifted = AX[..., taken, :].flatten(1, 3), shift[..., taken, :].double().flatten(1, 3)
+    totals, shifts = added(attention, X, every=every, shift=shift, root=root)
+    weight = 0.5 * length / len(taken)
+    torch.testing.assert_close(totals.double(), weight * rows.mT @ rows, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shifts.double(), weight * shifted.mT @ rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("least", "tokens", "shared", "length", "d", "expected"),
+    [
+        (16, 128 * 2048, 1, 2048, 6656, 2),  # LLaMA 30B
+        (16, 128 * 2048, 4, 2048, 4096, 16),  # Llama 3 8B
+        (0, 128 * 2048, 4, 2048, 4096, 1),
+        (16, 16 * 512, 1, 512, 4096, 1),  # few tokens
+        (16, 128 * 2048, 12, 64, 64, 2),  # short segments
+        (16, 128 * 20, 12, 20, 64, 1),
+    ],
+)
+def test_so_many_rows_remain_for_each_column(
+    least: int, tokens: int, shared: int, length: int, d: int, expected: int
+) -> None:
+    found = stride(least, tokens, shared, length, d)
+    assert found == expected
+    kept = len(range(length)[found - 1 :: found])
+    assert kept >= min(length, 32)
+    assert tokens / length * kept * shared >= min(least, tokens * shared / d) * d
