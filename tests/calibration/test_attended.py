@@ -1,6 +1,7 @@
 """Sums over A X in causal chunks, in either order, are those with all probabilities."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,7 @@ def explicit(attention: Attention) -> Tensor:
     return A
 
 
-def added(
-    attention: Attention, X: Tensor, *heads: int, every: int = 1, **each: Tensor
-) -> tuple[Tensor, Tensor]:
+def added(attention: Attention, X: Tensor, *heads: int, every: int = 1, **each: Any) -> tuple[Tensor, Tensor]:
     """Return the sums of ``AttendedInputs``, ``[heads, d, d]`` and ``[heads, d_h, d]``."""
     sums, totals, shifts = AttendedInputs(attention, X, LAYOUT, every), [], []
     for head in heads or range(KEY_HEADS):
