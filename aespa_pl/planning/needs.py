@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
-from aespa_pl.calibration.attended import chunks, over_tokens
+from aespa_pl.calibration.attended import chunks, number, over_tokens, stride
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
@@ -103,12 +103,14 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     if not shape.attends:
         in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
     elif value_bytes(shape, settings):
-        rows = max(chunk.stop - chunk.start for chunk in chunks(work.length))
+        text = work.segments * work.length
+        every = stride(settings.objective.value_rows, text, shared, work.length, shape.hidden)
+        rows = max(number(chunk) for chunk in chunks(work.length, every))
         in_attention = work.tokens * (heads + shape.hidden)
-        if over_tokens(shared, work.length, shape.hidden):
+        if over_tokens(shared, work.length, shape.hidden, every):
             in_attention += work.tokens * work.length + work.length * shape.hidden
         else:
-            in_attention += work.tokens * shared * shape.hidden
+            in_attention += work.tokens // every * shared * shape.hidden
         in_attention += 3 * original * work.tokens * layout.heads * layout.head_dim
         in_attention += work.batch_size * shared * rows * 2 * work.length
     # scores, scores with the mask, and A, where they are formed for all heads.

@@ -77,7 +77,8 @@ def test_sums_are_those_of_all_probabilities(
     of_heads = (KEY_HEADS, SEGMENTS, HEADS // KEY_HEADS, length)
     shift, root = torch.randn(*of_heads, HEAD_SIZE), torch.rand(*of_heads, 1) if gated else torch.ones(1)
     AX = explicit(attention).unflatten(1, (KEY_HEADS, -1)).transpose(0, 1) @ X.double()[:, None] * root
-    totals, shifts = added(attention, X, shift=shift, **({"root": root} if gated else {}))
+    gates: dict[str, Any] = {"root": root} if gated else {}
+    totals, shifts = added(attention, X, shift=shift, **gates)
     rows = AX.flatten(1, 3)
     torch.testing.assert_close(totals.double(), 0.5 * rows.mT @ rows, rtol=1e-5, atol=1e-5)
     expected = 0.5 * shift.double().flatten(1, 3).mT @ rows
