@@ -28,6 +28,7 @@ from aespa_pl.calibration.observe import observing
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
 from aespa_pl.models.observed import Attention
+from aespa_pl.settings.quantization import ObjectiveSettings
 
 COLUMNS = [
     "model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward",
@@ -45,6 +46,10 @@ class StatisticsOptions(Options):
     """Number of tokens in each segment."""
     corrected_only: bool = False
     """Leave out *ours* and *plain*, whose sums take the memory of *corrected* once and twice again."""
+    value_rows: int = ObjectiveSettings.value_rows
+    """Rows of H_V for each column, at least; 0: all."""
+    text: int = 128 * 2048
+    """Number of tokens of the whole calibration text, of which a batch is a part."""
 
 
 def main(options: StatisticsOptions) -> None:
@@ -56,7 +61,10 @@ def main(options: StatisticsOptions) -> None:
     whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
-    collectors = [StatisticsCollector(family.layout(settings), value=True, query_key=True) for _ in range(2)]
+    layout, rows, text = family.layout(settings), options.value_rows, options.text
+    collectors = [
+        StatisticsCollector(layout, value=True, query_key=True, value_rows=rows, text=text) for _ in range(2)
+    ]
     works: list[Callable[[], None]] = [
         partial(_ours, whole, family, block, hidden, collectors[0]),
         partial(_plain, whole, family, block, hidden, []),
