@@ -9,10 +9,11 @@ from aespa_pl.planning import needs
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import DataSettings, QuantizationSettings
+from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings
 from tests.models.examples import EXAMPLES
 
-PAPER = replace(resolved(QuantizationSettings(method="aespa")), input_correction=0.0)
+ALL_ROWS = ObjectiveSettings(value_rows=0)
+PAPER = replace(resolved(QuantizationSettings(method="aespa", objective=ALL_ROWS)), input_correction=0.0)
 WORK = Work(segments=10, length=32, batch_size=2, dtype_bytes=2)
 
 
