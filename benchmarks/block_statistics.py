@@ -46,8 +46,8 @@ class StatisticsOptions(Options):
     """Number of tokens in each segment."""
     corrected_only: bool = False
     """Leave out *ours* and *plain*, whose sums take the memory of *corrected* once and twice again."""
-    value_rows: int = ObjectiveSettings.value_rows
-    """Rows of H_V for each column, at least; 0: all."""
+    value_tokens: int = ObjectiveSettings.value_tokens
+    """Tokens that H_V is summed over for each column, at least; 0: all."""
     text: int = 128 * 2048
     """Number of tokens of the whole calibration text, of which a batch is a part."""
 
@@ -61,9 +61,10 @@ def main(options: StatisticsOptions) -> None:
     whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
-    layout, rows, text = family.layout(settings), options.value_rows, options.text
+    layout, rows, text = family.layout(settings), options.value_tokens, options.text
     collectors = [
-        StatisticsCollector(layout, value=True, query_key=True, value_rows=rows, text=text) for _ in range(2)
+        StatisticsCollector(layout, value=True, query_key=True, value_tokens=rows, text=text)
+        for _ in range(2)
     ]
     works: list[Callable[[], None]] = [
         partial(_ours, whole, family, block, hidden, collectors[0]),

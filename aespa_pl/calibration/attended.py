@@ -5,8 +5,8 @@ values have the inputs ``A_q X``. The sum of ``(A_q X)^T A_q X`` over the query 
 ``X^T (sum_q A_q^T A_q) X``: one product with X for all of them. Where many query heads share a value head and
 segments are not much longer than d, that takes fewer operations.
 
-Neighbouring rows of A X resemble each other, and each key/value head has as many rows as its query heads have
-tokens. Of many more rows than columns every second, third ... one is enough (docs/performance.md).
+Where the text has many more tokens than X has columns, the rows of every second, third ... token are enough
+(docs/performance.md).
 
 Source: docs/algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
@@ -32,13 +32,12 @@ LEAST_ROWS = 32
 """Rows of a head that are taken of each segment at least, so that early and late positions count alike."""
 
 
-def stride(least: int, tokens: int, shared: int, length: int, d: int) -> int:
-    """Return s where every s-th row of A X is enough: at ``least`` so many rows remain for each column.
+def stride(least: int, tokens: int, length: int, d: int) -> int:
+    """Return s where every s-th token is enough, so that ``least`` or more remain for each of ``d`` columns.
 
-    The calibration text has ``tokens`` in segments of ``length``, and ``shared`` query heads share a value
-    head. Where ``least`` is 0 all rows count.
+    The calibration text has ``tokens`` in segments of ``length``. Where ``least`` is 0 all count.
     """
-    return max(1, min(tokens * shared // (least * d), length // LEAST_ROWS)) if least else 1
+    return max(1, min(tokens // (least * d), length // LEAST_ROWS)) if least else 1
 
 
 def chunks(length: int, stride: int = 1) -> list[slice]:

@@ -45,7 +45,7 @@ class StatisticsCollector:
         heads: range | None = None,
         experts: range | None = None,
         precision: Precision = "float32",
-        value_rows: int = 0,
+        value_tokens: int = 0,
         text: int = 0,
     ) -> None:
         """Begin with nothing.
@@ -54,7 +54,7 @@ class StatisticsCollector:
         G_K, ``inputs`` the Hessians of inputs but those of experts, whose are of some ``experts`` (None:
         all), ``magnitudes`` the mean absolute values of inputs. In ``precision`` are the products; the sums
         are float32. TF32 has all bits of the inputs of a model in half precision; A X and differences of two
-        streams are rounded. H_V is the sum of all rows of A X; above 0, ``value_rows`` says how many for each
+        streams are rounded. H_V is summed over all tokens; above 0, ``value_tokens`` says how many for each
         column are enough, of a calibration ``text`` of so many tokens.
         """
         self.layout = layout
@@ -64,7 +64,7 @@ class StatisticsCollector:
         self.magnitudes = magnitudes
         self.heads = range(layout.key_value_heads) if heads is None else heads
         self.precision: Precision = precision
-        self.value_rows, self.text = value_rows, text
+        self.value_tokens, self.text = value_tokens, text
         # a norm that comes after them (OLMo), not before (OPT-350M, whose stream is a norm's output)
         starts = {p.residual for group in layout.groups for p in group.projections if p.norm is not None}
         self._raw = {group.name for group in layout.groups if group.projections[0].module in starts}
@@ -167,7 +167,7 @@ class StatisticsCollector:
         if attention.gate is not None:  # what multiplies the outputs, [n_kv, B, query heads, L, d_h]
             gates = attention.gate.float().unflatten(1, (self.layout.key_value_heads, -1)).transpose(0, 1)
         (_, length, d), count = X.shape, len(self.heads)
-        every = stride(self.value_rows, self.text, round(1 / mean), length, d)
+        every = stride(self.value_tokens, self.text, length, d)
         attended = AttendedInputs(attention, X, self.layout, every)
         for i, head in enumerate(self.heads):
             shift = None if outputs is None else outputs[head]

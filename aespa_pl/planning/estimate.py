@@ -55,7 +55,7 @@ def block_flops(
     moments *= 2 if settings.input_correction else 1  # as many for the shifts
     if settings.objective.value == "attention":
         shared = layout.heads // layout.key_value_heads
-        every = stride(settings.objective.value_rows, text, shared, work.length, d)
+        every = stride(settings.objective.value_tokens, text, work.length, d)
         of_head = multiplications(shared, work.length, d, every)
         moments += layout.key_value_heads * min(of_head) / work.length
     product = sum(2 * m.size * m.columns for m in shape.matrices)  # dW H of all projections

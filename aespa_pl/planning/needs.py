@@ -104,7 +104,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
     elif value_bytes(shape, settings):
         text = work.segments * work.length
-        every = stride(settings.objective.value_rows, text, shared, work.length, shape.hidden)
+        every = stride(settings.objective.value_tokens, text, work.length, shape.hidden)
         rows = max(number(chunk) for chunk in chunks(work.length, every))
         in_attention = work.tokens * (heads + shape.hidden)
         if over_tokens(shared, work.length, shape.hidden, every):

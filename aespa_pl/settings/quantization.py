@@ -68,9 +68,9 @@ class ObjectiveSettings:
     value: Objective | None = None
     """attention: V minimizes the error of the attention output (Eq. 17), in the grid and the OPTQ update as
     well; layer: the error of its own output; null: as the method does."""
-    value_rows: NonNegativeInt = 16
-    """Rows that V's statistic is the sum of, at least, for each of its columns: where a calibration text has
-    many more, every second, third ... position counts (docs/performance.md). 0: all, as in the paper."""
+    value_tokens: NonNegativeInt = 16
+    """Tokens that V's statistic is summed over, at least, for each of its columns: where a calibration text
+    has many more, every second, third ... position counts (docs/performance.md). 0: all, as in the paper."""
     query_key_damping: FiniteNonNegative = 0.1
     """Part of its mean diagonal that is added to the diagonal of G where query_key is attention. Without it
     errors of Q grow where keys are small, and errors of K where queries are small (docs/algorithm.md)."""

@@ -82,7 +82,7 @@ def _run_through(
         heads=heads,
         experts=experts,
         precision="float32" if settings.precision == "float32" else "tf32",
-        value_rows=settings.objective.value_rows,
+        value_tokens=settings.objective.value_tokens,
         text=streams.tokens,
     )
     attention = partial(source.family.observe_attention, source.model, module)

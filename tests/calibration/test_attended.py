@@ -176,21 +176,21 @@ def test_every_second_or_third_row_stands_for_all(
 
 
 @pytest.mark.parametrize(
-    ("least", "tokens", "shared", "length", "d", "expected"),
+    ("least", "tokens", "length", "d", "expected"),
     [
-        (16, 128 * 2048, 1, 2048, 6656, 2),  # LLaMA 30B
-        (16, 128 * 2048, 4, 2048, 4096, 16),  # Llama 3 8B
-        (0, 128 * 2048, 4, 2048, 4096, 1),
-        (16, 16 * 512, 1, 512, 4096, 1),  # few tokens
-        (16, 128 * 2048, 12, 64, 64, 2),  # short segments
-        (16, 128 * 20, 12, 20, 64, 1),
+        (16, 128 * 2048, 2048, 6656, 2),  # LLaMA 30B
+        (16, 128 * 2048, 2048, 4096, 4),  # LLaMA 7B
+        (0, 128 * 2048, 2048, 4096, 1),
+        (16, 16 * 512, 512, 4096, 1),  # few tokens
+        (16, 128 * 2048, 64, 64, 2),  # short segments
+        (16, 128 * 20, 20, 64, 1),
     ],
 )
-def test_so_many_rows_remain_for_each_column(
-    least: int, tokens: int, shared: int, length: int, d: int, expected: int
+def test_so_many_tokens_remain_for_each_column(
+    least: int, tokens: int, length: int, d: int, expected: int
 ) -> None:
-    found = stride(least, tokens, shared, length, d)
+    found = stride(least, tokens, length, d)
     assert found == expected
     kept = len(range(length)[found - 1 :: found])
     assert kept >= min(length, 32)
-    assert tokens / length * kept * shared >= min(least, tokens * shared / d) * d
+    assert tokens / length * kept >= min(least * d, tokens)

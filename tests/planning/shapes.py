@@ -12,8 +12,8 @@ from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings
 from tests.models.examples import EXAMPLES
 
-ALL_ROWS = ObjectiveSettings(value_rows=0)
-PAPER = replace(resolved(QuantizationSettings(method="aespa", objective=ALL_ROWS)), input_correction=0.0)
+ALL_TOKENS = ObjectiveSettings(value_tokens=0)
+PAPER = replace(resolved(QuantizationSettings(method="aespa", objective=ALL_TOKENS)), input_correction=0.0)
 WORK = Work(segments=10, length=32, batch_size=2, dtype_bytes=2)
 
 

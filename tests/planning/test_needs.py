@@ -13,7 +13,7 @@ from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import ObjectiveSettings, QuantizationSettings
 from tests.models.examples import EXAMPLES
-from tests.planning.shapes import ALL_ROWS, PAPER, WORK, device_bytes, setup, shape
+from tests.planning.shapes import ALL_TOKENS, PAPER, WORK, device_bytes, setup, shape
 
 
 def test_statistics_are_counted_one_by_one() -> None:
@@ -48,7 +48,7 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
     assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
     d = s.hidden
     # shifts of the attention's output, the original's inputs and residual streams, what is added to both
-    aespa = resolved(QuantizationSettings(method="aespa", objective=ALL_ROWS))
+    aespa = resolved(QuantizationSettings(method="aespa", objective=ALL_TOKENS))
     both = batch_bytes(s, long, aespa) - batch_bytes(s, long, PAPER)
     inputs = sum(s.inputs.values()) + 7 * d
     assert both == 4 * long.length * 3 * d + 2 * long.length * inputs
@@ -57,7 +57,7 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
 def test_fewer_rows_of_the_values_statistic_take_less_time_and_memory() -> None:
     s = shape("llama")
     work = Work(segments=128, length=2048, batch_size=4, dtype_bytes=2)
-    some = replace(PAPER, objective=replace(PAPER.objective, value_rows=16))
+    some = replace(PAPER, objective=replace(PAPER.objective, value_tokens=16))
     assert batch_bytes(s, work, some) < batch_bytes(s, work, PAPER)
     assert block_flops(s, work, some)["statistics"] < 0.8 * block_flops(s, work, PAPER)["statistics"]
     short = replace(work, segments=1, length=32)
