@@ -221,7 +221,7 @@ def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -
         return f"llama.cpp has no {config.model_type} without sliding windows"
     # in transformers the window's being stated decides, in llama.cpp its being used
     if config.model_type == "exaone4" and config.sliding_window is not None and SLIDING not in kinds:
-        return "llama.cpp has RoPE in a exaone4 without sliding windows, sliding_window takes it away"
+        return "llama.cpp has RoPE in an EXAONE 4 without sliding blocks, and sliding_window takes it away"
     return None
 
 

@@ -68,7 +68,7 @@ class ObjectiveSettings:
     value: Objective | None = None
     """attention: V minimizes the error of the attention output (Eq. 17), in the grid and the OPTQ update as
     well; layer: the error of its own output; null: as the method does."""
-    value_tokens: NonNegativeInt = 16
+    value_tokens: NonNegativeInt = 32
     """Tokens that V's statistic is summed over, at least, for each of its columns: where a calibration text
     has many more, every second, third ... position counts (docs/performance.md). 0: all, as in the paper."""
     query_key_damping: FiniteNonNegative = 0.1

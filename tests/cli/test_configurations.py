@@ -33,7 +33,7 @@ def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_al
     assert quantization["bits"] in (2, 3, 4)
     quantization["polish"]["enabled"] = False
     quantization |= {"input_correction": 0.0, "damping": 0.01}
-    quantization["objective"]["query_key_damping"] = 0.0
+    quantization["objective"] |= {"query_key_damping": 0.0, "value_tokens": 0}
     quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}
     for name in ("blocks", "model"):
         quantization["tuning"][name]["enabled"] = False

@@ -1,10 +1,10 @@
 """quantization.format chooses block types of llama.cpp before the work, and refuses what doesn't go."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
@@ -16,9 +16,20 @@ from aespa_pl.commands.block_types import (
     types_in_words,
     with_head,
 )
+from aespa_pl.commands.job import checked
 from aespa_pl.errors import UserError
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import BlockTuningSettings, QuantizationSettings, TuningSettings
+from aespa_pl.settings import (
+    BlockTuningSettings,
+    CalibrationSettings,
+    DataSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OutputSettings,
+    QuantizationSettings,
+    Settings,
+    TuningSettings,
+)
 
 
 def llama(hidden: int = 256, intermediate: int = 512) -> PreTrainedConfig:
@@ -137,11 +148,17 @@ def test_bits_follow_the_format() -> None:
 
 def test_learning_rates_are_for_the_bits_of_most_matrices() -> None:
     """Rows of 192 weights are too short for Q2_K, so most matrices of this mixture have 4 bits."""
-    settings = QuantizationSettings(format="Q2_K")
-    narrow = replace(settings, types=block_types(settings, llama(192, 512)))
-    found, pure = resolved(narrow), resolved(QuantizationSettings(format="Q4_0"))
-    assert found.bits == 4
-    assert found.tuning == pure.tuning
+    data = DataSettings(CalibrationSettings(segment_length=32), EvaluationSettings(segment_length=32))
+    narrow, pure = (
+        checked(
+            Settings(ModelSettings("m"), data, QuantizationSettings(format=name), OutputSettings()),
+            torch.device("cpu"),
+            llama(192, 512),
+        ).quantization
+        for name in ("Q2_K", "Q4_0")
+    )
+    assert narrow.bits == 4
+    assert narrow.tuning == pure.tuning
 
 
 def test_methods_that_learn_something_else_refuse_a_format() -> None:

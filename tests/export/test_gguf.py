@@ -209,7 +209,7 @@ def test_symmetric_grids_need_one_bit_less(
             {"num_hidden_layers": 64, "layer_types": ["full_attention"] * 64},
             "sliding windows in a exaone4 of 64 blocks alone",
         ),
-        ("exaone4", {"sliding_window": 12}, "windows, sliding_window takes it away"),
+        ("exaone4", {"sliding_window": 12}, "blocks, and sliding_window takes it away"),
     ],
 )
 def test_models_that_llama_cpp_runs_otherwise_are_named(
