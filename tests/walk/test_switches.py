@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from aespa_pl.calibration import attended
 from aespa_pl.settings import GridSettings
 from tests.walk.by_hand import NOT_LEARNED, OFF, Walked, differing
 from tests.walks import BASE, changed
@@ -65,6 +66,12 @@ def test_switch_acts(switch: dict[str, Any], others: dict[str, Any], walked: Wal
     one, two = walked("opt", others), walked("opt", {**others, **switch})
     integers = {key for key in one.file(0) if key.endswith(".integers")}
     assert any(not torch.equal(one.file(0)[key], two.file(0)[key]) for key in integers)
+
+
+def test_fewer_tokens_change_the_values_alone(walked: Walked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attended, "LEAST_ROWS", 1)  # these segments are short
+    of_all, of_some = (walked("opt", {**OFF, "objective.value_tokens": least}) for least in (0, 1))
+    assert differing(of_all, of_some) == {"v_proj"}
 
 
 def test_these_tests_differ_from_the_package_in_seven_settings() -> None:
