@@ -47,7 +47,7 @@ def chunks(length: int, stride: int = 1) -> list[slice]:
     return [slice(start + stride - 1, min(start + step, length), stride) for start in starts]
 
 
-def number(rows: slice) -> int:
+def row_count(rows: slice) -> int:
     """Return the number of rows of a slice with an end."""
     return len(range(rows.start, rows.stop, rows.step))
 
@@ -57,7 +57,7 @@ def multiplications(shared: int, length: int, d: int, stride: int = 1) -> tuple[
     gram = d * d * computed_fraction(d)
     inputs = squares = 0.0
     for chunk in chunks(length, stride):
-        rows = number(chunk)
+        rows = row_count(chunk)
         inputs += rows * (chunk.stop * d + gram)
         squares += rows * chunk.stop**2 * computed_fraction(chunk.stop)
     return shared * inputs, shared * squares + length**2 * d + length * gram
@@ -77,11 +77,11 @@ class AttendedInputs:
         B, L, d = X.shape
         self._chunks_of_rows = chunks(L, stride)
         self._rows = slice(stride - 1, L, stride)
-        self._weight = L / number(self._rows)
+        self._weight = L / row_count(self._rows)
         self._attention, self._X = attention, operand(X.float())
         self._shared = layout.heads // layout.key_value_heads
         self._over_tokens = over_tokens(self._shared, L, d, stride)
-        shape = (B, L, L) if self._over_tokens else (B, self._shared, number(self._rows), d)
+        shape = (B, L, L) if self._over_tokens else (B, self._shared, row_count(self._rows), d)
         self._memory = self._X.new_empty(shape, dtype=torch.float32)
         self._product = self._X.new_empty(L, d, dtype=torch.float32) if self._over_tokens else None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
-from aespa_pl.calibration.attended import chunks, number, over_tokens, stride
+from aespa_pl.calibration.attended import chunks, over_tokens, row_count, stride
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
@@ -105,7 +105,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     elif value_bytes(shape, settings):
         text = work.segments * work.length
         every = stride(settings.objective.value_tokens, text, work.length, shape.hidden)
-        rows = max(number(chunk) for chunk in chunks(work.length, every))
+        rows = max(row_count(chunk) for chunk in chunks(work.length, every))
         in_attention = work.tokens * (heads + shape.hidden)
         if over_tokens(shared, work.length, shape.hidden, every):
             in_attention += work.tokens * work.length + work.length * shape.hidden

@@ -19,17 +19,8 @@ from aespa_pl.commands.block_types import (
 from aespa_pl.commands.job import checked
 from aespa_pl.errors import UserError
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import (
-    BlockTuningSettings,
-    CalibrationSettings,
-    DataSettings,
-    EvaluationSettings,
-    ModelSettings,
-    OutputSettings,
-    QuantizationSettings,
-    Settings,
-    TuningSettings,
-)
+from aespa_pl.settings import BlockTuningSettings, QuantizationSettings, TuningSettings
+from tests.jobs import embedded
 
 
 def llama(hidden: int = 256, intermediate: int = 512) -> PreTrainedConfig:
@@ -148,15 +139,8 @@ def test_bits_follow_the_format() -> None:
 
 def test_learning_rates_are_for_the_bits_of_most_matrices() -> None:
     """Rows of 192 weights are too short for Q2_K, so most matrices of this mixture have 4 bits."""
-    data = DataSettings(CalibrationSettings(segment_length=32), EvaluationSettings(segment_length=32))
-    narrow, pure = (
-        checked(
-            Settings(ModelSettings("m"), data, QuantizationSettings(format=name), OutputSettings()),
-            torch.device("cpu"),
-            llama(192, 512),
-        ).quantization
-        for name in ("Q2_K", "Q4_0")
-    )
+    given = (embedded("llama", QuantizationSettings(format=name)) for name in ("Q2_K", "Q4_0"))
+    narrow, pure = (checked(s, torch.device("cpu"), llama(192, 512)).quantization for s in given)
     assert narrow.bits == 4
     assert narrow.tuning == pure.tuning
 

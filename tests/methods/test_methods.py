@@ -15,22 +15,17 @@ from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     Bits,
     BlockTuningSettings,
-    CalibrationSettings,
-    DataSettings,
-    EvaluationSettings,
     GridSettings,
-    ModelSettings,
     ModelTuningSettings,
     ObjectiveSettings,
     OptqSettings,
-    OutputSettings,
     PolishSettings,
     QuantizationSettings,
     RoundingSettings,
-    Settings,
     TuningSettings,
     keys_of,
 )
+from tests.jobs import embedded
 from tests.models.examples import make_model
 from tests.walks import changed, shortened, walk
 
@@ -148,11 +143,9 @@ def test_the_end_to_end_tuning_learns_more_bits_and_wider_models_at_lower_rates(
 
 def test_scales_are_learned_at_the_rate_of_most_projections() -> None:
     config = make_model("llama").config  # seven projections in each block
-    data = DataSettings(CalibrationSettings(segment_length=16), EvaluationSettings(segment_length=16))
     rates = []
     for bits_of in ({}, {"v_proj": 4}, {"*": 4}, {"*": 4, "o_proj": 16}):
-        settings = QuantizationSettings(bits=2, bits_of=bits_of)
-        given = Settings(ModelSettings("m"), data, settings, OutputSettings())
+        given = embedded("llama", QuantizationSettings(bits=2, bits_of=bits_of))
         rates.append(checked(given, torch.device("cpu"), config).quantization.tuning.model)
     assert [found.scale_rate for found in rates] == pytest.approx([0.003, 0.003, 0.00012, 0.00012])
     assert len({found.integer_rate for found in rates}) == 1  # of 2 bits; projections have it in proportion
