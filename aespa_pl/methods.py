@@ -36,6 +36,8 @@ class Method:
     """Objective of the query and key projections."""
     value: Objective = "layer"
     """Objective of the value projection."""
+    end_loss: bool = False
+    """Weigh the errors of outputs by the curvature of the divergence at the end of the model."""
     learn: Learned = "none"
     """Step 4: projections that learn their rounding."""
     keep_best: bool = False
@@ -92,8 +94,8 @@ _AESPA = replace(
     polish=True,
     input_correction=0.5,  # docs/correction.md
 )
-# nothing is learned: aespa's grids and OPTQ's update, then coordinate descent
-_AESPA_FAST = replace(_AESPA, name="aespa-fast", learn="none")
+# nothing is learned: aespa's grids and OPTQ's update, then coordinate descent, which knows the end loss
+_AESPA_FAST = replace(_AESPA, name="aespa-fast", learn="none", end_loss=True)
 
 METHODS: dict[str, Method] = {
     method.name: method

@@ -27,8 +27,9 @@ from aespa_pl.algorithm.workspace import one_thread
 
 COLUMNS = 64
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
-COUPLED_ROWS, COUPLED_COLUMNS = 8, 32
-"""Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle."""
+COUPLED, LOOSELY_COUPLED, LARGE_HEAD = (8, 32), (32, 64), 256
+"""Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle; where a head
+has more rows than the last number, each of them depends little on a few others."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
@@ -68,7 +69,7 @@ def descend(
     integers stay as they were. With G, and on an accelerator, a pass may leave moves to the next (tile.py).
     With ``heads_alone`` a head's rows end together even where H is the only one: that of one head of several.
     """
-    small = G is not None and len(W) * COUPLED_ROWS * W.shape[-1] <= ONE_THREAD
+    small = G is not None and len(W) * _tile_of(G)[0] * W.shape[-1] <= ONE_THREAD
     with one_thread(where=small and W.device.type == "cpu"):
         errors, step = dequantize(integers, grid) - W, grid.step()
         curvature = H.diagonal(dim1=1, dim2=2)[:, None]
@@ -100,6 +101,11 @@ def descend(
         return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after), by_head)
 
 
+def _tile_of(G: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a tile of a head with G ``[units, rows, rows]``."""
+    return COUPLED if G.shape[-1] <= LARGE_HEAD else LOOSELY_COUPLED
+
+
 def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
     """Return the diagonal of G, but 1 where its inverse might overflow: there P is 0, or next to it."""
     diagonal = G.diagonal(dim1=1, dim2=2)
@@ -113,7 +119,7 @@ def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, G: Tensor | None) 
     groups: list[list[Columns]] = []
     for group in _slices(0, H.shape[-1], H.shape[-1] // grid.scale.shape[-1]):
         groups.append([])
-        for here in _slices(group.start, group.stop, COLUMNS if G is None else COUPLED_COLUMNS):
+        for here in _slices(group.start, group.stop, COLUMNS if G is None else _tile_of(G)[1]):
             effects = -grid.zeta[here, None] * H[:, here, here] / own[:, None, here]
             later = effects.triu(1)
             groups[-1].append((here, later if G is None else torch.cat([effects, later], -1)))
@@ -165,7 +171,7 @@ class _Units:
         if self.G is None:
             self._visit_independent_rows(asks=asks)
             return
-        for rows in _slices(0, self.errors.shape[1], COUPLED_ROWS):
+        for rows in _slices(0, self.errors.shape[1], _tile_of(self.G)[0]):
             self._visit_coupled_rows(rows, self.G, asks=asks)
 
     def _visit_independent_rows(self, *, asks: bool) -> None:

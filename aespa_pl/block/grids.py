@@ -34,7 +34,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
         return
 
     def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat, effort: Effort) -> tuple[Grid, float]:
-        share = p.share(world)
+        share = p.share(world, coupled=False)
         searched = [search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)]
         whole = joined([grid for grid, _ in searched]).merged(share.whole)
         return whole, share.sum(float(sum(loss for _, loss in searched)))

@@ -4,6 +4,7 @@ Source: docs/algorithm.md, step 3; docs/polish.md for the descent, which is not 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
     name of the projection, where a Hessian cannot be factored.
     """
     for p in block.projections.values():
-        share = p.share(world)
+        share = p.share(world, coupled=rows)
         with block.naming(p), world.failing_together():
             found = [updated_rows(part, rows=rows) for part in p.rows(share)]
         updated, integers, grids, added = zip(*found, strict=True)
@@ -64,9 +65,13 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
     The processes of the ``world`` divide the rows, and all get all integers.
     """
     projections = block.projections.values()
-    coupled = [p for p in projections if p.other_side is not None]
-    for form in dict.fromkeys(p.grid.form for p in coupled):  # each visit has one range of integers
-        _polish_coupled([p for p in coupled if p.grid.form == form], passes, world)
+    coupled: dict[Any, list[QuantizedProjection]] = {}  # each visit has one range of integers
+    for p in projections:
+        if p.other_side is not None:
+            name = p.projection.name if p.heads == 1 else None
+            coupled.setdefault((p.grid.form, id(p.hessian), p.weight.shape[1:], name), []).append(p)
+    for together in coupled.values():
+        _polish_coupled(together, passes, world)
     for p in projections:
         if p.other_side is None:
             release_memory()  # ever fewer rows are under way, whose tensors fit ever smaller free pieces
@@ -75,7 +80,7 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
 
 
 def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: World) -> None:
-    """Polish query and key of the same form together: their heads are independent, and they share H.
+    """Polish projections of the same form together, query and key: their heads are independent, H is shared.
 
     Their rows are visited a few at a time, so twice the heads take hardly longer.
     """

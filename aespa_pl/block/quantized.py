@@ -28,6 +28,8 @@ from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.types import Damping
 
+COUPLING_DAMPING = 0.2
+"""Part of its mean diagonal that is added to the diagonal of a G of the end loss; 0.02 to 1 are level."""
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,7 @@ class Rows:
     hessian: Tensor
     """Damped H, ``[1, d_in, d_in]``, or ``[heads, d_in, d_in]`` where each head has its own."""
     other_side: Tensor | None
-    """G ``[heads, d_h, d_h]`` (query, key), damped; None where the objective has none."""
+    """G ``[heads, rows, rows]``, damped; None where the objective has none."""
 
     def loss(self) -> Tensor:
         """Return ``tr(G dW H dW^T)`` of the integers, by row ``[heads, rows]`` or with G ``[heads, 1]``."""
@@ -65,7 +67,7 @@ class QuantizedProjection:
     anything depends on the inputs."""
     hessian: Hessian
     other_side: Tensor | None
-    """G ``[heads, d_h, d_h]`` of the query and key projections' objective; None for the others."""
+    """G ``[heads, rows, rows]``, damped, where the objective couples the rows of a head; None elsewhere."""
     grid: Grid
     """Grid before folding."""
     row_factor: Tensor
@@ -97,16 +99,21 @@ class QuantizedProjection:
         scale, zero_point = grid.scale.flatten(0, 1), grid.zero_point.flatten(0, 1)
         return QuantizedWeight(self.integers.flatten(0, 1), scale, zero_point, grid.bits)
 
-    def share(self, world: World) -> RowShare:
-        """Return which rows this process works on."""
-        by_heads = self.other_side is not None or len(self.hessian) > 1
+    def share(self, world: World, *, coupled: bool = True) -> RowShare:
+        """Return which rows this process works on: single ones of one head, unless G is ``coupled`` in."""
+        knows_g = self.other_side is not None and (coupled or self.heads > 1)
+        by_heads = knows_g or len(self.hessian) > 1
         return RowShare(self.heads, self.weight.shape[1], by_heads, world)
 
     def rows(self, share: RowShare) -> Iterator[Rows]:
-        """Yield the rows of a share: all at once, or head by head where the Hessians are on disk."""
+        """Yield the rows of a share: all at once, or head by head where the Hessians are on disk.
+
+        They have G where the share is of whole heads.
+        """
         weight, integers = share.part(self.weight), share.part(self.integers)
         factor = share.part(self.row_factor)
-        grid, G, taken = self.grid.merged(share.part), self.other_side, share.taken_heads
+        grid, taken = self.grid.merged(share.part), share.taken_heads
+        G = self.other_side if share.by_heads else None
         if self.hessian.in_memory:
             H = self.hessian[:] if len(self.hessian) == 1 else self.hessian[taken]
             yield Rows(weight, grid, integers, factor, H, None if G is None else G[taken])
@@ -156,14 +163,15 @@ class QuantizedBlock:
         inputs = ((n, ps) for group in layout.groups for n, ps in group.inputs.items())
         for name, p in ((n, p) for n, ps in inputs for p in ps if not p.kept):
             weight = projection_weight(module, layout, p).float()
-            heads = {Role.QUERY: layout.heads, Role.OTHER: 1}.get(p.role, layout.key_value_heads)
-            weight = weight.view(heads, -1, weight.shape[-1])
+            weight = weight.view(layout.heads_of(p.role), -1, weight.shape[-1])
             hessian = statistics.inputs[name]
             if p.role is Role.VALUE and statistics.attended is not None:
                 hessian = statistics.attended
             grid = min_max_grid(weight, torch.ones_like(weight[0, 0]), grid_format(settings, index, p.name))
             G = {Role.QUERY: statistics.g_query, Role.KEY: statistics.g_key}.get(p.role)
-            if G is not None:
+            if p.name in statistics.couplings:
+                G = damped(statistics.couplings[p.name], COUPLING_DAMPING)
+            elif G is not None:
                 G = damped(G, settings.objective.query_key_damping)
             ones = torch.ones_like(weight[..., 0])
             quantized = QuantizedProjection(p, weight, hessian, G, grid, ones, torch.empty(0))

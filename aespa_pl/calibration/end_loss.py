@@ -7,7 +7,9 @@ Forward passes keep the hidden states before each block; the backward pass then 
 
 Source: Amari, "Natural gradient works efficiently in learning" (1998); the second moments of both sides of a
 matrix are those of Martens and Grosse, "Optimizing neural networks with Kronecker-factored approximate
-curvature" (ICML 2015), with the diagonal of the gradients' one.
+curvature" (ICML 2015). The size of a model is chosen with the diagonal of the gradients' one; integers are
+chosen with the gradients' second moment of the rows of a head, ``G = E[g g^T]``, as in Tseng, Sun and De Sa,
+"Model-preserving adaptive rounding" (arXiv 2505.22988).
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.second_moments import add_gram, mirror
 from aespa_pl.calibration.statistics import refuse_not_finite
-from aespa_pl.models.family import BlockLayout, Projection
+from aespa_pl.models.family import BlockLayout, Projection, Role
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import projection_rows, projection_weight
 from aespa_pl.storage.batches import Batches
@@ -32,6 +34,11 @@ SEGMENTS, LENGTH = 16, 512
 TIED_DAMPING = 0.2
 """Damping of the head's H where the head is the embedding as well: errors of an embedding's rows count by
 their size alone, for about this share of the head's (0.14 on SmolLM2-135M, 0.5 on a model of 2.2M)."""
+
+TOKENS = 2**14
+"""Calibration tokens that G is summed over, at most; the hidden states before all blocks are kept for it."""
+MOST_ROWS = 8192
+"""Rows of a head up to which the end loss couples them: G has their square, for each projection on disk."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,41 @@ class _Moments:
         return self.inputs[name] / self.tokens[name]
 
 
+class _Couplings(_Moments):
+    """Adds up ``g g^T`` of the outputs of projections instead, each head's by itself."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.by_module: dict[str, list[Projection]] = {}
+        for p in layout.projections:
+            if couples(p):
+                self.by_module.setdefault(p.module, []).append(p)
+
+    def add_inputs(self, name: str, x: Tensor) -> None:
+        """Do nothing."""
+
+    def add_outputs(self, name: str, gradient: Tensor) -> None:
+        rows = gradient.flatten(0, -2).float().T  # [rows of the module, tokens]
+        for p in self.by_module.get(name, ()):
+            g = projection_rows(rows, self.layout, p).reshape(self.layout.heads_of(p.role), -1, rows.shape[1])
+            if g.shape[1] <= MOST_ROWS:
+                self.outputs[p.name] = self.outputs.get(p.name, 0) + g @ g.mT
+
+
+def segments_of(length: int) -> int:
+    """Return how many segments of so many tokens G is summed over."""
+    return max(1, TOKENS // length)
+
+
+def couples(projection: Projection) -> bool:
+    """Tell whether the end loss couples the rows of a projection, as far as this is taken into account.
+
+    The errors of V's outputs are mixed by the attention before they count; an expert sees few tokens.
+    """
+    return projection.role is not Role.VALUE and projection.expert is None and not projection.kept
+
+
 def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Seen]:
     """Yield every matrix of the model, from the head back to the embedding; a tied one comes as both.
 
@@ -81,18 +123,15 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
     of the labels. Experts that no token has chosen are left out.
     """
     with source.stem():
-        before = [source.embed_with_stem(tokens, 1)]
-        for block in source.blocks():
-            last = before[-1]
-            outputs = (source.run_block(block, last[i]) for i in range(len(last)))
-            before.append(source.keep(outputs))
+        before = _forward(source, tokens)
         after, head = _through_head(source, before.pop(), seed)
         count, weight = tokens.numel(), source.model.get_output_embeddings().weight.detach()
         yield Seen(None, "head", weight, head.outputs["head"] / count, head.mean_input("head"))
         for index in reversed(range(source.block_count)):
             with source.block(index) as block:
                 layout = source.family.layout(source.pretrained.config, index)
-                moments = _through_block(source, layout, block, before[index], after)
+                moments = _Moments()
+                _through_block(source, layout, block, before[index], after, moments=moments)
                 for name, projections in _inputs(layout):
                     if name not in moments.inputs:  # of an expert that no token has chosen
                         continue
@@ -103,6 +142,26 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
                         yield Seen(index, p.name, weight, squares / count, H)
             before.pop()
         yield _of_embedding(source, tokens, after)
+
+
+def couplings(
+    source: StreamedModel, tokens: Tensor, layouts: Sequence[BlockLayout], *, seed: int
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the number of each block, from the last one back, with G of the projections that have one.
+
+    ``G [heads, rows, rows]`` is ``E[g g^T]`` of a projection's outputs, divided by its mean diagonal. Model,
+    tokens and seed are as of ``end_loss``; ``layouts`` are those of the blocks.
+    """
+    with source.stem():
+        before = _forward(source, tokens)
+        after, _ = _through_head(source, before.pop(), seed)
+        for index in reversed(range(source.block_count)):
+            with source.block(index) as block:
+                moments = _Couplings(layouts[index])
+                _through_block(source, layouts[index], block, before[index], after, moments=moments)
+            before.pop()
+            means = {name: G.diagonal(dim1=1, dim2=2).mean() for name, G in moments.outputs.items()}
+            yield index, {name: G / means[name] for name, G in moments.outputs.items() if means[name] > 0}
 
 
 @torch.no_grad()
@@ -121,6 +180,16 @@ def head_input(source: StreamedModel, tokens: Tensor) -> Tensor:
     H = moments.mean_input("head")
     refuse_not_finite(H, "the head's inputs have", source.dtype)
     return H
+
+
+def _forward(source: StreamedModel, tokens: Tensor) -> list[Batches]:
+    """Return the hidden states before each block, and after the last; each segment is a batch."""
+    before = [source.embed_with_stem(tokens, 1)]
+    for block in source.blocks():
+        last = before[-1]
+        outputs = (source.run_block(block, last[i]) for i in range(len(last)))
+        before.append(source.keep(outputs))
+    return before
 
 
 def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[list[Tensor], _Moments]:
@@ -144,10 +213,15 @@ def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[li
 
 
 def _through_block(
-    source: StreamedModel, layout: BlockLayout, block: nn.Module, hidden: Batches, gradients: list[Tensor]
-) -> _Moments:
-    """Take the gradients from a block's output to its input, in place; return the moments in it."""
-    moments = _Moments()
+    source: StreamedModel,
+    layout: BlockLayout,
+    block: nn.Module,
+    hidden: Batches,
+    gradients: list[Tensor],
+    *,
+    moments: _Moments,
+) -> None:
+    """Take the gradients from a block's output to its input, in place, and add the moments in it."""
     modules = {p.module: block.get_submodule(p.module) for p in layout.projections}
     block.requires_grad_(requires_grad=False)
     for i in range(len(hidden)):
@@ -163,7 +237,6 @@ def _through_block(
         for name, (p, *_) in _inputs(layout):
             if p.module in seen and seen[p.module][0].numel():  # an expert may have got no token
                 moments.add_inputs(name, seen[p.module][0])
-    return moments
 
 
 def _inputs(layout: BlockLayout) -> list[tuple[str, Sequence[Projection]]]:

@@ -117,6 +117,8 @@ class BlockStatistics:
     """``E|x| [d_in]`` by input group; empty: not collected."""
     reached: Mapping[str, Reached] = field(default_factory=dict)
     """What experts have seen, by input."""
+    couplings: Mapping[str, Tensor] = field(default_factory=dict)
+    """G ``[heads, rows, rows]`` of the end loss, by projection."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor with a name for messages; each head of a Hessian by itself."""

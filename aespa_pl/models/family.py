@@ -132,6 +132,10 @@ class BlockLayout:
             getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
+    def heads_of(self, role: Role) -> int:
+        """Return the number of heads that the rows of a projection are split into; 1 where there are none."""
+        return {Role.QUERY: self.heads, Role.OTHER: 1}.get(role, self.key_value_heads)
+
     @property
     def projections(self) -> tuple[Projection, ...]:
         """Return the projections of the block that are quantized."""

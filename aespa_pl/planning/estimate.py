@@ -15,6 +15,7 @@ from aespa_pl.algorithm.candidates import leading_rank
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_fraction
 from aespa_pl.calibration.attended import multiplications, stride
+from aespa_pl.calibration.end_loss import segments_of
 from aespa_pl.measure import duration, human
 from aespa_pl.planning.budget import Room, partition_for, portions_in_words, room
 from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, waiting_bytes
@@ -58,6 +59,11 @@ def block_flops(
         every = stride(settings.objective.value_tokens, text, work.length, d)
         of_head = multiplications(shared, work.length, d, every)
         moments += layout.key_value_heads * min(of_head) / work.length
+    end_loss = 0.0
+    if settings.objective.end_loss:  # forward, forward again and backward, by one device; the products in G
+        share = min(1.0, work.length * segments_of(work.length) / text)
+        grams = 2 * text * shape.coupling_numbers(settings)
+        end_loss = share * (4 * devices * forward + grams)
     product = sum(2 * m.size * m.columns for m in shape.matrices)  # dW H of all projections
     factors = sum(3 * columns**3 for columns in shape.inputs.values())
     widths = [(m.size, min(m.columns, settings.group_size or m.columns)) for m in shape.matrices]
@@ -66,7 +72,8 @@ def block_flops(
     optq = (product + 3 * heads * d**3 + UPDATED * shape.weights) / devices + factors
     learned = sum(m.size * (2 * m.columns + LEARNED) for m in shape.learned(settings))
     visits = LATER_PASSES * settings.polish.passes
-    polish = (2 + visits) * product + visits * VISITED * shape.weights
+    rows_product = sum(2 * m.size * rows for m, rows in shape.coupled(settings))  # G dW
+    polish = (2 + visits) * (product + rows_product) + visits * VISITED * shape.weights
     of_blocks, of_model = settings.tuning.blocks, settings.tuning.model
     head, held = 2.0 * tokens * d * shape.vocabulary / shape.blocks, float(settings.tuning.held_back)
 
@@ -76,7 +83,7 @@ def block_flops(
     units = 2 if settings.tuning.by_sublayer else 1
     return {
         "forward": forward,
-        "statistics": passes * forward + 2 * tokens * moments,
+        "statistics": passes * forward + 2 * tokens * moments + end_loss,
         "grid": float(searches * search / devices) if settings.grid.search else 0.0,
         "OPTQ": optq if settings.optq.enabled else 0.0,
         "rounding": float(learned * settings.rounding.iterations / devices),

@@ -7,10 +7,11 @@ from dataclasses import replace
 from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.calibration.attended import chunks, over_tokens, row_count, stride
+from aespa_pl.calibration.end_loss import segments_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
-from aespa_pl.planning.shape import FLOAT, Setup, Shape, Work
+from aespa_pl.planning.shape import FLOAT, HALF, Setup, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 LEARNED_BYTES = 7 * FLOAT + 4
@@ -60,11 +61,12 @@ def _of_inputs(shape: Shape, partition: Partition, numbers: Mapping[str, int]) -
 
 
 def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
-    """Return the bytes of H of all inputs, H_V of all heads, both but for what is on disk, G_Q and G_K."""
+    """Return the bytes of H of all inputs, H_V of all heads, both but for what is on disk, and all G."""
     layout = shape.layout
     numbers = _of_inputs(shape, partition, {name: columns**2 for name, columns in shape.inputs.items()})
-    if shape.attends and settings.objective.query_key == "attention":
+    if shape.attends and settings.objective.couples_scores:
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    numbers += shape.coupling_numbers(settings)
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
 
@@ -143,6 +145,9 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
+    # of a segment, with gradients; G and one product that is added to it
+    of_end_loss = block + 2 * FLOAT * shape.coupling_numbers(settings)
+    of_end_loss += tuning.activation_bytes(shape, work) * work.length
     # factor and its copy; shift, solution and its copy; a shift of outputs is there already
     solved = max(2 * m.columns**2 + (2 if m.adds_to_residual else 3) * m.size for m in shape.matrices)
     corrected = steady + shifted + FLOAT * (weights + solved)
@@ -152,7 +157,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     optq_bytes = steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
-        "statistics": collected + batch_bytes(shape, work, settings),
+        "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
         "OPTQ": optq_bytes if settings.optq.enabled else 0,
@@ -172,10 +177,9 @@ def _learning_bytes(
 ) -> int:
     """Return the bytes of the portion of the learning that needs most, beside the block's own."""
     layout, learned = shape.layout, shape.learned(settings)
-    heads = {Role.QUERY: layout.heads, Role.OTHER: 1}
     apart = partition.heads is not None and value_bytes(shape, settings) > 0  # H_V are on disk
     divisible = [
-        Divisible(str(i), heads.get(m.role, layout.key_value_heads), m.size, apart and m.role is Role.VALUE)
+        Divisible(str(i), layout.heads_of(m.role), m.size, apart and m.role is Role.VALUE)
         for i, m in enumerate(learned)
     ]
     afterwards = replace(partition, heads=partition.heads and 1, experts=partition.experts and 1)
@@ -234,8 +238,15 @@ def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = 
 
 
 def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, pinned: bool = False) -> int:
-    """Return the bytes of the hidden states of all segments, in one to three streams."""
-    return settings.streams * work.stream_bytes(shape.hidden, pinned=pinned)
+    """Return the bytes of the hidden states of all segments, in one to three streams.
+
+    Before, the end loss has those of some segments before each block.
+    """
+    streams = settings.streams * work.stream_bytes(shape.hidden, pinned=pinned)
+    if not settings.objective.end_loss:
+        return streams
+    some = replace(work, segments=min(work.segments, segments_of(work.length)), batch_size=1)
+    return max(streams, (shape.blocks + 1) * some.stream_bytes(shape.hidden, pinned=pinned))
 
 
 def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) -> int:
@@ -248,7 +259,8 @@ def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) ->
     if partition.experts:  # little of the statistics is in memory alone
         values = hessian_bytes(shape, settings) + FLOAT * shifts(shape, settings)
     waiting = max(waiting_bytes(shape, settings, stored_bytes).values())
-    return model + integers + waiting + hidden + values
+    couplings = HALF * shape.blocks * shape.coupling_numbers(settings)
+    return model + integers + waiting + hidden + values + couplings
 
 
 def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: int) -> dict[str, int]:

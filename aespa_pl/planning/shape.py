@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from aespa_pl.calibration.end_loss import MOST_ROWS
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Role
 from aespa_pl.models.headers import skeleton
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
-FLOAT = 4
-"""Bytes of a float32."""
+FLOAT, HALF = 4, 2
+"""Bytes of a float32, and of a float16."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,17 @@ class Shape:
     def learned(self, settings: QuantizationSettings) -> list[Matrix]:
         """Return the projections of a block whose rounding the method learns."""
         return [m for m in self.matrices if settings.learns(attention=m.role is not Role.OTHER)]
+
+    def coupled(self, settings: QuantizationSettings) -> list[tuple[Matrix, int]]:
+        """Return the projections of a block with a G of the end loss, and the rows of a head of each."""
+        if not settings.objective.end_loss:
+            return []
+        heads = ((m, m.rows // self.layout.heads_of(m.role)) for m in self.matrices)
+        return [(m, n) for m, n in heads if m.role is not Role.VALUE and m.share == 1 and n <= MOST_ROWS]
+
+    def coupling_numbers(self, settings: QuantizationSettings) -> int:
+        """Return the numbers in all G of the end loss of a block."""
+        return sum(m.rows * rows for m, rows in self.coupled(settings))
 
     @property
     def experts(self) -> int:

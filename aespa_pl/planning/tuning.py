@@ -59,7 +59,7 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
     weights += max(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
     at_once = 1 if tuning.parametrization == "straight-through" else AT_ONCE
-    activations = int(tuning.batch_size) * work.length * _activations(shape, work)
+    activations = int(tuning.batch_size) * work.length * activation_bytes(shape, work)
     return weights + activations + at_once * _largest(shape)
 
 
@@ -81,7 +81,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
         of_weight, in_forward, at_once = MOVING_BYTES[int(tuning.batch_size) > 1], 0, 3
     elif tuning.integer_rate:
         of_weight = MODEL_BYTES_LEARNED
-    of_block = running * _activations(shape, work) + in_forward * shape.weights
+    of_block = running * activation_bytes(shape, work) + in_forward * shape.weights
     of_blocks = shape.blocks * of_block
     if on_disk or recompute:
         of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.hidden
@@ -117,7 +117,7 @@ def _kinds(shape: Shape) -> list[Shape]:
     return [replace(shape, other=None), *([] if shape.other is None else [shape.other])]
 
 
-def _activations(shape: Shape, work: Work) -> int:
+def activation_bytes(shape: Shape, work: Work) -> int:
     """Return the bytes for each token of what a block keeps for the backward pass."""
     numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + 6 * shape.hidden
     numbers += LINEAR_ATTENTION * shape.linear_rows

@@ -64,10 +64,15 @@ class RunFolder:
         self.checkpoints_folder = self.folder / "checkpoints"  # Lightning's
         self.staging_folder = self.folder / "rewriting"  # files that will replace others
         self.portions_folder = self.folder / "portions"  # integers of portions that are learned
+        self.couplings_folder = self.folder / "end_loss"  # how it depends on blocks, until they are complete
 
     def block_file(self, index: int) -> Path:
         """Return the file with integers, scales, zero points and zeta of a block."""
         return self.folder / "blocks" / f"block_{index:03}.safetensors"
+
+    def coupling_file(self, index: int) -> Path:
+        """Return the file that says how the end loss couples the rows of a block's projections."""
+        return self.couplings_folder / f"block_{index:03}.safetensors"
 
     def staged(self, file: Path) -> Path:
         """Return where the new content of a block's file waits until the journal knows it."""

@@ -74,6 +74,15 @@ class ObjectiveSettings:
     query_key_damping: FiniteNonNegative = 0.1
     """Part of its mean diagonal that is added to the diagonal of G where query_key is attention. Without it
     errors of Q grow where keys are small, and errors of K where queries are small (docs/algorithm.md)."""
+    end_loss: bool | None = None
+    """Weigh the errors of all projections' outputs but V's by how the divergence at the end of the model
+    depends on them (docs/algorithm.md); for Q and K this takes the place of query_key. null: as the method
+    does."""
+
+    @property
+    def couples_scores(self) -> bool:
+        """Tell whether Q and K have the objective of the attention scores."""
+        return self.query_key == "attention" and not self.end_loss
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _run_through(
     collector = StatisticsCollector(
         layout,
         value=len(heads) > 0,
-        query_key=attends and first and settings.objective.query_key == "attention",
+        query_key=attends and first and settings.objective.couples_scores,
         inputs=first,
         magnitudes=bool(settings.grid.awq),
         heads=heads,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning.tune import Tuned
 from aespa_pl.tuning.weights import merged
-from aespa_pl.walk import record
+from aespa_pl.walk import couplings, record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, restore, stored_types
 from aespa_pl.walk.collect import Streams, collect
 from aespa_pl.walk.model_tuner import ModelTuner
@@ -55,6 +56,9 @@ class Walk:
         run, world, count = self.context.run, self.context.world, self.context.source.block_count
         run.blocks, run.tuned = world.from_first(partial(self._begin, tokens))
         missing = [index for index in range(count) if index not in run.blocks]
+        if missing and self.context.settings.objective.end_loss:
+            with self.context.measure("statistics"):
+                world.from_first(partial(couplings.prepare, self.context, tokens, missing))
         if self.context.one_block:
             for index in missing[:1]:
                 self._walk(tokens, index, index)
@@ -127,6 +131,8 @@ class Walk:
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), *self.writer.block_files(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
+            if context.world.is_first:
+                couplings.forget(context, index)
             self._tell_of_block(index, found, seconds)
             if not more:
                 return
@@ -157,6 +163,8 @@ class Walk:
                 between = self.block_tuner.between(index, module, streams.original)
         with context.measure("statistics"):
             statistics = collect(context, index, module, streams)
+            if context.settings.objective.end_loss:
+                statistics = replace(statistics, couplings=couplings.read(context, index))
         block = self.quantizer.start(index, module, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)

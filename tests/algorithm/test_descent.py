@@ -82,16 +82,23 @@ def test_objective_never_rises_and_integers_stay_in_range(
         assert bool((found.losses.diff(dim=1) <= 0).all())
 
 
-@pytest.mark.parametrize("block", [(16, 16), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("block", "tile_of"), [((16, 16), "COUPLED"), ((2, 3), "COUPLED"), ((3, 1), "LOOSELY_COUPLED")]
+)
 @pytest.mark.parametrize(("bits", "group_size"), [(2, None), (3, 4)])
 @every_kind
 def test_moves_are_those_of_trying_every_value(
-    kind: str, bits: int, group_size: int | None, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    bits: int,
+    group_size: int | None,
+    block: tuple[int, int],
+    tile_of: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows, columns = block
     monkeypatch.setattr(descent, "COLUMNS", columns)
-    monkeypatch.setattr(descent, "COUPLED_ROWS", rows)
-    monkeypatch.setattr(descent, "COUPLED_COLUMNS", columns)
+    monkeypatch.setattr(descent, tile_of, block)
+    monkeypatch.setattr(descent, "LARGE_HEAD", 1000 if tile_of == "COUPLED" else 0)
     monkeypatch.setattr(tile, "CPU_COUPLED_ROUNDS", 100)  # until all moves of a tile are settled
     monkeypatch.setattr(descent, "LEAST_GAIN", 0)
     W, H, G, grid = problem(kind, bits=bits, group_size=group_size)

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import PreTrainedModel
 
-from aespa_pl.calibration.end_loss import Seen, end_loss, head_input
+from aespa_pl.calibration.end_loss import Seen, couplings, end_loss, head_input
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
+from aespa_pl.models.family import Role
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import make_ids, make_model, save
@@ -78,6 +79,31 @@ def test_moments_are_those_of_one_backward_pass_of_the_whole_model(name: str, tm
     assert compared >= 15
     if squares is not None:
         torch.testing.assert_close(found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom", "mixtral"])
+def test_couplings_are_second_moments_of_the_gradients_of_each_head(name: str, tmp_path: Path) -> None:
+    model, ids = make_model(name, torch.float32), make_ids(3)
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    family = family_of(model.config)
+    layouts = family.layouts(model.config)
+    found = dict(couplings(source, ids, layouts, seed=SEED))
+    family.unfuse(model)
+    inner, _ = _whole_model(model, ids)
+    assert sorted(found) == list(range(len(layouts)))
+    for block, layout in enumerate(layouts):
+        expected = {p.name for p in layout.projections if p.role is not Role.VALUE and p.expert is None}
+        assert found[block].keys() == expected
+        for p in (p for p in layout.projections if p.name in expected):
+            g = torch.cat(inner[f"{family.block_prefix(block)}{p.module}"])  # [tokens, rows]
+            if p.fused[1] > 1:
+                g = g.view(len(g), -1, p.fused[1], layout.head_dim)[:, :, p.fused[0]].flatten(1)
+            heads = {Role.QUERY: layout.heads, Role.KEY: layout.key_value_heads}.get(p.role, 1)
+            by_head = g.view(len(g), heads, -1)
+            G = torch.einsum("nhi,nhj->hij", by_head, by_head)
+            G /= G.diagonal(dim1=1, dim2=2).mean()
+            torch.testing.assert_close(found[block][p.name], G, rtol=1e-3, atol=1e-4)
 
 
 def test_each_expert_has_the_inputs_that_were_routed_to_it(tmp_path: Path) -> None:
