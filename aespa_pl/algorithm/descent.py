@@ -27,9 +27,10 @@ from aespa_pl.algorithm.workspace import one_thread
 
 COLUMNS = 64
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
-COUPLED, LOOSELY_COUPLED, LARGE_HEAD = (8, 32), (32, 64), 256
-"""Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle; where a head
-has more rows than the last number, each of them depends little on a few others."""
+COUPLED, LARGE_HEAD, LARGE_TILES = (8, 32), 256, 16
+"""Rows and columns of a tile with G: a larger one takes fewer calls, and more rounds to settle. Heads with
+more rows than the second number are divided into as many tiles as the third says, because there each row
+depends little on a few others."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
@@ -103,7 +104,7 @@ def descend(
 
 def _tile_of(G: Tensor) -> tuple[int, int]:
     """Return the rows and columns of a tile of a head with G ``[units, rows, rows]``."""
-    return COUPLED if G.shape[-1] <= LARGE_HEAD else LOOSELY_COUPLED
+    return COUPLED if G.shape[-1] <= LARGE_HEAD else (G.shape[-1] // LARGE_TILES, COLUMNS)
 
 
 def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:

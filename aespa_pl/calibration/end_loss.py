@@ -35,7 +35,7 @@ TIED_DAMPING = 0.2
 """Damping of the head's H where the head is the embedding as well: errors of an embedding's rows count by
 their size alone, for about this share of the head's (0.14 on SmolLM2-135M, 0.5 on a model of 2.2M)."""
 
-TOKENS = 2**14
+TOKENS = 2**13
 """Calibration tokens that G is summed over, at most; the hidden states before all blocks are kept for it."""
 MOST_ROWS = 8192
 """Rows of a head up to which the end loss couples them: G has their square, for each projection on disk."""

@@ -83,7 +83,7 @@ def test_objective_never_rises_and_integers_stay_in_range(
 
 
 @pytest.mark.parametrize(
-    ("block", "tile_of"), [((16, 16), "COUPLED"), ((2, 3), "COUPLED"), ((3, 1), "LOOSELY_COUPLED")]
+    ("block", "large"), [((16, 16), False), ((2, 3), False), ((3, 1), False), ((2, 3), True)]
 )
 @pytest.mark.parametrize(("bits", "group_size"), [(2, None), (3, 4)])
 @every_kind
@@ -92,16 +92,17 @@ def test_moves_are_those_of_trying_every_value(
     bits: int,
     group_size: int | None,
     block: tuple[int, int],
-    tile_of: str,
+    large: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows, columns = block
     monkeypatch.setattr(descent, "COLUMNS", columns)
-    monkeypatch.setattr(descent, tile_of, block)
-    monkeypatch.setattr(descent, "LARGE_HEAD", 1000 if tile_of == "COUPLED" else 0)
+    monkeypatch.setattr(descent, "COUPLED", (1, 1) if large else block)
     monkeypatch.setattr(tile, "CPU_COUPLED_ROUNDS", 100)  # until all moves of a tile are settled
     monkeypatch.setattr(descent, "LEAST_GAIN", 0)
     W, H, G, grid = problem(kind, bits=bits, group_size=group_size)
+    monkeypatch.setattr(descent, "LARGE_HEAD", 0 if large else 1000)
+    monkeypatch.setattr(descent, "LARGE_TILES", W.shape[1] // rows)
     width = group_size or W.shape[2]  # a tile ends with its group
     order = [
         (i, j)
