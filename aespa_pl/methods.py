@@ -114,7 +114,8 @@ METHODS: dict[str, Method] = {
         replace(_AESPA, name="aespa-hybrid", learn="attention"),
         _AESPA,
         # after aespa-fast, blocks as a whole and the model end to end are trained
-        replace(_AESPA_FAST, name="aespa-tuned", tune_blocks=True, tune_model=True),
+        # which know the end loss themselves, the former by its own output
+        replace(_AESPA_FAST, name="aespa-tuned", end_loss=False, tune_blocks=True, tune_model=True),
     )
 }
 """Each method by the value of quantization.method, in the order of tables."""

@@ -23,12 +23,13 @@ def prepare(context: Context, tokens: Tensor, missing: Collection[int]) -> None:
     run = context.run
     if all(has_tensors(run.coupling_file(index)) for index in missing):
         return
-    context.progress.say("looking at how the end loss depends on each projection")
-    segments = tokens[: segments_of(tokens.shape[1])]
-    layouts = [context.layout(index) for index in range(context.source.block_count)]
+    count, segments = context.source.block_count, tokens[: segments_of(tokens.shape[1])]
+    context.progress.begin("Looking at the end loss, blocks", count)
+    layouts = [context.layout(index) for index in range(count)]
     for index, found in couplings(context.source, segments, layouts, seed=SEED):
         if index in missing:
             write_tensors(run.coupling_file(index), {name: G.half() for name, G in found.items()}, {})
+        context.progress.advance()
 
 
 def read(context: Context, index: int) -> dict[str, Tensor]:

@@ -51,7 +51,6 @@ def test_each_family_has_other_integers_and_keeps_no_files(name: str, tmp_path: 
     for p in knowing.layout.projections:
         same = torch.equal(*(q.file(0)[f"{p.name}.integers"] for q in (plain, knowing)))
         assert same == (p.name in ("v_proj", "value") or p.expert is not None), p.name
-    assert "looking at how the end loss depends on each projection" in knowing.said
     assert not knowing.run.couplings_folder.exists()
     assert not plain.run.couplings_folder.exists()
 
