@@ -36,8 +36,6 @@ class Method:
     """Objective of the query and key projections."""
     value: Objective = "layer"
     """Objective of the value projection."""
-    end_loss: bool = False
-    """Weigh the errors of outputs by the curvature of the divergence at the end of the model."""
     learn: Learned = "none"
     """Step 4: projections that learn their rounding."""
     keep_best: bool = False
@@ -94,8 +92,8 @@ _AESPA = replace(
     polish=True,
     input_correction=0.5,  # docs/correction.md
 )
-# nothing is learned: aespa's grids and OPTQ's update, then coordinate descent, which knows the end loss
-_AESPA_FAST = replace(_AESPA, name="aespa-fast", learn="none", end_loss=True)
+# nothing is learned: aespa's grids and OPTQ's update, then coordinate descent
+_AESPA_FAST = replace(_AESPA, name="aespa-fast", learn="none")
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -114,8 +112,7 @@ METHODS: dict[str, Method] = {
         replace(_AESPA, name="aespa-hybrid", learn="attention"),
         _AESPA,
         # after aespa-fast, blocks as a whole and the model end to end are trained
-        # which know the end loss themselves, the former by its own output
-        replace(_AESPA_FAST, name="aespa-tuned", end_loss=False, tune_blocks=True, tune_model=True),
+        replace(_AESPA_FAST, name="aespa-tuned", tune_blocks=True, tune_model=True),
     )
 }
 """Each method by the value of quantization.method, in the order of tables."""

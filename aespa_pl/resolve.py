@@ -63,7 +63,7 @@ def resolved(
         "input_correction": method.input_correction,
         "grid": {"search": method.search, "zfold": method.zfold, "awq": method.awq},
         "optq": {"enabled": method.optq, "rows": method.optq_rows},
-        "objective": {"query_key": method.query_key, "value": method.value, "end_loss": method.end_loss},
+        "objective": {"query_key": method.query_key, "value": method.value},
         "rounding": {"learn": method.learn, "keep_best": method.keep_best},
         "polish": {"enabled": method.polish},
         "tuning": {

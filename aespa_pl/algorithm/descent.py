@@ -22,15 +22,14 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
-from aespa_pl.algorithm.tile import Tile, add_times, find_coupled_moves, find_moves, moving, times
+from aespa_pl.algorithm.tile import LARGE_HEAD, Tile, add_times, find_coupled_moves, find_moves, moving, times
 from aespa_pl.algorithm.workspace import one_thread
 
 COLUMNS = 64
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
-COUPLED, LARGE_HEAD, LARGE_TILES = (8, 32), 256, 16
-"""Rows and columns of a tile with G: a larger one takes fewer calls, and more rounds to settle. Heads with
-more rows than the second number are divided into as many tiles as the third says, because there each row
-depends little on a few others."""
+COUPLED, LARGE_TILES = (8, 32), 16
+"""Rows and columns of a tile with G: a larger one takes fewer calls, and more rounds to settle. A large head
+has so many tiles over its rows."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3

@@ -9,8 +9,8 @@ moves its weights by ``dS x - dM y`` with ``x = zeta q`` and ``y = zeta``, and t
 where all products run over the group's columns. The integers a and c of a group become the best ones: every a
 is tried with the c that is best beside it. For d and d_min of a block x is ``zeta a q`` and y is ``zeta c``;
 they become the float16 numbers nearest to the lowest point. Groups and blocks are visited in turn, and rows
-that G couples a few at a time, as in a coordinate descent. Among these few the sums of ``|G|`` stand for it
-on the diagonal: no error counts less so, and the loss cannot rise.
+that G couples one after the other, as in a coordinate descent. In a large head some move at once: among them
+the sums of ``|G|`` stand for it on the diagonal, with which no error counts less, and the loss cannot rise.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from aespa_pl.algorithm.grid import Parabola, min_max_grid
 from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
-from aespa_pl.algorithm.tile import times
+from aespa_pl.algorithm.tile import LARGE_HEAD, times
 
 COUPLED_ROWS = 16
-"""Rows that G couples and that move at once."""
+"""Rows of a large head that G couples and that move at once."""
 REFITS = 2
 """Times that the grid of a matrix without statistics is fitted to the integers, and these rounded again."""
 
@@ -77,8 +77,9 @@ def refit(
         one = torch.ones_like(R[..., :1])
         _Rows(found, x, grid.zeta, H, one, R, R, row_factor[..., None]).visit()
     else:
-        for first in range(0, W.shape[1], COUPLED_ROWS):
-            some = slice(first, first + COUPLED_ROWS)
+        count = COUPLED_ROWS if W.shape[1] > LARGE_HEAD else 1
+        for first in range(0, W.shape[1], count):
+            some = slice(first, first + count)
             own = found.merged(itemgetter((slice(None), some)))  # views
             P, factor = G[:, some] @ R, row_factor[:, some, None]
             bound = G[:, some, some].abs().sum(-1, keepdim=True)

@@ -74,10 +74,9 @@ class ObjectiveSettings:
     query_key_damping: FiniteNonNegative = 0.1
     """Part of its mean diagonal that is added to the diagonal of G where query_key is attention. Without it
     errors of Q grow where keys are small, and errors of K where queries are small (docs/algorithm.md)."""
-    end_loss: bool | None = None
+    end_loss: bool = False
     """Weigh the errors of all projections' outputs but V's by how the divergence at the end of the model
-    depends on them (docs/algorithm.md); for Q and K this takes the place of query_key. null: as the method
-    does."""
+    depends on them (docs/algorithm.md); for Q and K this takes the place of query_key. It takes longer."""
 
     @property
     def couples_scores(self) -> bool:

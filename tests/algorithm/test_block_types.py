@@ -7,6 +7,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as ggml_dequantize
 from torch import Tensor
 
+from aespa_pl.algorithm import refit as refits
 from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.grid_types import TYPES, Factors, GridType
@@ -111,11 +112,13 @@ def test_incomplete_last_blocks_have_factors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("coupled", ["", "one after the other", "some at once"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_refit_lowers_the_loss_and_keeps_what_the_type_stores(
-    kind: GridType, coupled: bool, own: bool
+    kind: GridType, coupled: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(refits, "LARGE_HEAD", 0 if coupled == "some at once" else ROWS)
+    monkeypatch.setattr(refits, "COUPLED_ROWS", 3)
     W, H = problem(heads=2, own=own, columns=256)
     G = None
     if coupled:

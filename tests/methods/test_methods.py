@@ -36,7 +36,6 @@ OVERRIDES = {
     "optq": ("optq.enabled", True),
     "optq_rows": ("optq.rows", True),
     "query_key": ("objective.query_key", "attention"),
-    "end_loss": ("objective.end_loss", True),
     "value": ("objective.value", "attention"),
     "learn": ("rounding.learn", "attention"),
     "keep_best": ("rounding.keep_best", True),
@@ -184,7 +183,7 @@ def test_a_false_of_the_user_is_no_null() -> None:
         optq=OptqSettings(enabled=False, rows=False),
         polish=PolishSettings(enabled=False),
         rounding=RoundingSettings(keep_best=False, learn="none"),
-        objective=ObjectiveSettings("layer", "layer", end_loss=False),
+        objective=ObjectiveSettings("layer", "layer"),
         tuning=TuningSettings(
             BlockTuningSettings(False, "rounding", "sublayer", 1, 1, 0.1, 0.1),
             ModelTuningSettings(enabled=False, integer_rate=0.1, scale_rate=0.1),

@@ -19,7 +19,7 @@ from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import DataSettings, QuantizationSettings, RoundingSettings
+from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings, RoundingSettings
 from tests.planning.shapes import PAPER, WORK, setup, shape
 
 DATA = DataSettings(hidden_states="memory", memory_gb=1)
@@ -33,7 +33,7 @@ def test_each_phase_counts_its_own_setting() -> None:
     for phase in ("forward", "statistics"):
         assert longer[phase] == pytest.approx(2 * before[phase])
     for changes, phase in (
-        ({"objective": replace(base.objective, value="layer")}, "statistics"),
+        ({"objective": ObjectiveSettings("layer", "layer")}, "statistics"),
         ({"symmetric": True}, "grid"),
         ({"grid": replace(base.grid, zfold=False)}, "grid"),
         ({"optq": replace(base.optq, enabled=False)}, "OPTQ"),
