@@ -27,7 +27,7 @@ def trained() -> tuple[PreTrainedModel, Tensor, Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "llama")
     texts = ((EMBEDDED / f"{name}.txt").read_text(encoding="utf-8") for name in ("calibration", "heldout"))
     ids = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
-    return model.requires_grad_(requires_grad=False), *(one[: 48 * 128].view(-1, 128) for one in ids)
+    return model.requires_grad_(requires_grad=False), *(one[: 24 * 128].view(-1, 128) for one in ids)
 
 
 def divergence(original: PreTrainedModel, quantized: PreTrainedModel, ids: Tensor) -> float:
