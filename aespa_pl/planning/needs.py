@@ -151,7 +151,9 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # factor and its copy; shift, solution and its copy; a shift of outputs is there already
     solved = max(2 * m.columns**2 + (2 if m.adds_to_residual else 3) * m.size for m in shape.matrices)
     corrected = steady + shifted + FLOAT * (weights + solved)
-    polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
+    # with G of the end loss a copy of what is polished, G dW H with its product, and two copies of G
+    with_g = max((3 * m.size + 2 * m.rows * rows for m, rows in shape.coupled(settings)), default=0)
+    polished = POLISH_BYTES * max(largest, coupled) + FLOAT * with_g if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
     learned = sum(m.size for m in shape.learned(settings))
     optq_bytes = steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored
