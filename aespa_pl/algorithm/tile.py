@@ -22,7 +22,7 @@ from aespa_pl.algorithm.grid_types import nearest
 ROUNDS, COUPLED_ROUNDS = 4, 8
 """Rounds of a visit that doesn't ask, without G and with it; two at least, to tell what is settled."""
 LARGE_HEAD = 256
-"""Rows of a head with G from which on it is large: there each row depends little on a few others."""
+"""Rows of a head with G above which it is large: there each row depends little on a few others."""
 CPU_COUPLED_ROUNDS = 16
 """Rounds of a visit with G that asks, at most. A few heads that couple their rows strongly would take 100."""
 

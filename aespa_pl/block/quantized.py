@@ -29,7 +29,7 @@ from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.types import Damping
 
 COUPLING_DAMPING = 0.2
-"""Part of its mean diagonal that is added to the diagonal of a G of the end loss; 0.02 to 1 are level."""
+"""Part of its mean diagonal that is added to the diagonal of a G of the end loss; 0.02 to 0.5 are level."""
 log = logging.getLogger(__name__)
 
 

@@ -5,8 +5,8 @@ Their matrices wait in the run's folder, in half precision. A run that is contin
 them again where some are missing.
 """
 
+import shutil
 from collections.abc import Collection
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ def read(context: Context, index: int) -> dict[str, Tensor]:
 
 
 def forget(context: Context, index: int) -> None:
-    """Remove the matrices of a block that is complete, and their folder with the last of them."""
+    """Remove the matrices of a block that is complete."""
     context.run.coupling_file(index).unlink(missing_ok=True)
-    with suppress(OSError):  # others are left, or there were none
-        context.run.couplings_folder.rmdir()
+
+
+def forget_all(context: Context) -> None:
+    """Remove what a process that was killed may have left."""
+    shutil.rmtree(context.run.couplings_folder, ignore_errors=True)

@@ -72,6 +72,7 @@ class Walk:
         if world.is_first:
             if self.model_tuner is not None:
                 self.model_tuner.rewrite()
+            couplings.forget_all(self.context)
             self.writer.finish(self.context.source.pretrained.folder)
             run.forget_checkpoint()
 

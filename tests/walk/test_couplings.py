@@ -71,8 +71,10 @@ def test_a_continued_run_reads_what_was_looked_at_and_has_the_same_bits(
     monkeypatch.undo()
     run = Run.open(tmp_path / "stopped" / "runs" / "version_0")
     assert list(run.blocks) == [0]
+    assert len(list(run.couplings_folder.iterdir())) == BLOCKS
     monkeypatch.setattr(couplings, "couplings", None)  # nothing is looked at again
     same_files(whole, walk("llama", tmp_path / "stopped", KNOWING, run=run))
+    assert not run.couplings_folder.exists()  # block 0's file had been left
 
 
 def test_what_is_damaged_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
