@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 
+from aespa_pl.calibration.end_loss import MOST_ROWS
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role, layouts_of
 from aespa_pl.planning.estimate import block_flops
@@ -137,3 +138,21 @@ def test_polish_needs_memory_for_query_and_key_together() -> None:
     needs = [device_bytes(s, WORK, settings)["polish"] for settings in (off, on)]
     together = sum(m.size for m in s.matrices if m.role in (Role.QUERY, Role.KEY))
     assert needs[1] - needs[0] == 44 * max(together, *(m.size for m in s.matrices))
+
+
+def test_the_end_loss_takes_a_matrix_for_the_rows_of_each_head() -> None:
+    s = shape()
+    knowing = replace(PAPER, objective=replace(PAPER.objective, end_loss=True))
+    heads, rows = s.layout.heads_of, {m.role: m.rows for m in s.matrices}
+    numbers = sum(m.rows**2 for m in s.matrices if m.role is Role.OTHER)
+    of_scores = sum(rows[role] ** 2 // heads(role) for role in (Role.QUERY, Role.KEY))
+    assert s.coupling_numbers(PAPER) == 0
+    assert s.coupling_numbers(knowing) == numbers + of_scores
+    # Q and K have one of the same size without it
+    assert hessian_bytes(s, knowing) - hessian_bytes(s, PAPER) == 4 * numbers
+    data = (disk_bytes(setup(s, WORK, q), 2) for q in (knowing, PAPER))
+    assert next(data) - next(data) == 2 * s.blocks * (numbers + of_scores)
+    wide = replace(
+        s, matrices=tuple(replace(m, rows=MOST_ROWS + 1) for m in s.matrices if m.role is Role.OTHER)
+    )
+    assert wide.coupling_numbers(knowing) == 0
