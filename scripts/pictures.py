@@ -1,6 +1,6 @@
 """Make the README's picture from a finished run: where its loss is left.
 
-pip install 'aespa-pl[report]'
+pip install '.[report]'
 make quickstart && python scripts/pictures.py lightning_logs/quickstart_w2 docs/pictures
 """
 

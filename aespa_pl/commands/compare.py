@@ -27,6 +27,7 @@ from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.trainers import check_tuning, first_trainer
 from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text, is_file
 from aespa_pl.errors import EndedError, UserError
+from aespa_pl.extras import install_command
 from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
 from aespa_pl.paths import expanded
@@ -179,7 +180,7 @@ def _run_cells(
     try:
         drawn = figure(cells)
     except ModuleNotFoundError as error:
-        words = f"no figure: {error.name} is not installed (pip install 'aespa-pl[report]')"
+        words = f"no figure: {error.name} is not installed ({install_command('report')})"
         console.print(words, soft_wrap=True)
     else:
         if drawn is not None:

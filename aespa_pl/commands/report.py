@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser
 
 from aespa_pl.commands.keys import A_RUN, in_words
 from aespa_pl.errors import UserError
+from aespa_pl.extras import install_command
 from aespa_pl.paths import expanded
 from aespa_pl.report.stored import read_runs
 from aespa_pl.run.find import find_run
@@ -58,7 +59,7 @@ def report(
         from aespa_pl.report.page import render, sections, write_figures  # noqa: PLC0415  (optional)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"the report needs {error.name}, which is not installed: pip install 'aespa-pl[report]'"
+            f"the report needs {error.name}, which is not installed: {install_command('report')}"
         ) from error
     target = expanded(output) if output else folders[0] / "report"
     if target.is_file():

@@ -13,6 +13,7 @@ from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.extras import install_command
 from aespa_pl.models.llama_cpp_types import MIXTURES
 from aespa_pl.paths import expanded
 from aespa_pl.progress import WalkProgress
@@ -143,7 +144,7 @@ def _other_bytes(job: Job, matrices: Sequence[SizedMatrix]) -> int:
     except ModuleNotFoundError as error:
         raise UserError(
             f"quantization.target with block types needs the library {error.name}: "
-            "pip install 'aespa-pl[export]'"
+            f"{install_command('export')}"
         ) from error
     run = Run(Path(), {"version of aespa-pl": aespa_pl.__version__})
     model = QuantizedModel(

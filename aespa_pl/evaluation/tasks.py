@@ -24,6 +24,7 @@ from transformers import (
 
 from aespa_pl.errors import UserError, first_line
 from aespa_pl.evaluation.perplexity import BlockChange, StemChange
+from aespa_pl.extras import install_command
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import skeleton
@@ -56,7 +57,7 @@ def find_tasks(settings: TaskSettings) -> Tasks:
     except ModuleNotFoundError as error:
         raise UserError(
             f"--tasks needs lm-evaluation-harness, but {error.name} is not installed: "
-            "pip install 'aespa-pl[eval]'"
+            f"{install_command('eval')}"
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     given = {name: expanded(name) for name in settings.tasks if name.endswith(".yaml")}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel, StoredTensor, value_of
+from aespa_pl.extras import install_command
 
 FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
 
@@ -84,7 +85,7 @@ def make_format(
     module, _, kind = CLASSES[name].partition(":")
     if module != "folder" and find_spec(module) is None:
         raise UserError(
-            f"--format {name} needs the library {module.replace('_', '-')}: pip install 'aespa-pl[export]'"
+            f"--format {name} needs the library {module.replace('_', '-')}: {install_command('export')}"
         )
     if embedding == "q8_0" and name != "gguf":
         raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")

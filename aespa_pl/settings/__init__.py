@@ -89,7 +89,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Zero-shot tasks, by the rules of lm-evaluation-harness (pip install 'aespa-pl[eval]')."""
+    """Zero-shot tasks, by the rules of lm-evaluation-harness (installed with the extra ``eval``)."""
 
     tasks: list[str] = field(default_factory=list)
     """Names of the harness (arc_easy, hellaswag, mmlu ...), whose data come from the hub, or local task

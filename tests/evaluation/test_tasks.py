@@ -21,7 +21,7 @@ from tests.models.examples import make_ids, make_model
 
 harness = pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("accelerate") is None,
-    reason="lm-evaluation-harness is not installed: pip install 'aespa-pl[eval]'",
+    reason="lm-evaluation-harness is not installed: pip install '.[eval]'",
 )
 # the harness and its libraries warn about their own affairs
 foreign_warnings = pytest.mark.filterwarnings("default")

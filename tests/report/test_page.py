@@ -19,7 +19,7 @@ from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import simulate
 
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
-    pytest.skip("matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True)
+    pytest.skip("matplotlib is not installed: pip install '.[report]'", allow_module_level=True)
 
 from aespa_pl.report import maps, page
 

@@ -15,7 +15,7 @@ from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import simulate
 
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
-    pytest.skip("matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True)
+    pytest.skip("matplotlib is not installed: pip install '.[report]'", allow_module_level=True)
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 from aespa_pl.errors import UserError
 from aespa_pl.report.stored import StoredRun, read_run, read_runs
 
-pytest.importorskip("matplotlib", reason="pip install 'aespa-pl[report]'")
+pytest.importorskip("matplotlib", reason="pip install '.[report]'")
 
 from aespa_pl.report import page
 from tests.edited import edited
