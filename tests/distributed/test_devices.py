@@ -82,11 +82,9 @@ PARTS = ("--data.memory_gb=1e-6", "--quantization.rounding.iterations=4")
 @pytest.mark.parametrize(
     ("options", "processes"),
     [
-        ((), 2),
-        (LAYER, 2),
         (("--quantization.method=awq",), 2),
         (HYBRID, MANY),  # the last process has no row of any projection
-        (PARTS, 2),
+        (PARTS + LAYER, 2),
     ],
 )
 def test_they_find_what_one_finds(

@@ -20,11 +20,7 @@ TYPES = (
     "--data.calibration.segments=8",
     "--output.checkpoint_iterations=1",
 )
-MOMENTS = [
-    "blocks/stem.safetensors",
-    "blocks/block_000.safetensors",
-    "checkpoints/block_001/tuning/step_2.ckpt",
-]
+MOMENTS = ["blocks/stem.safetensors", "checkpoints/block_001/tuning/step_2.ckpt"]
 """Files that have just appeared when the run is killed, in their order."""
 
 
