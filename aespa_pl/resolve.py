@@ -84,6 +84,8 @@ def resolved(
         products = "float32"
     filled: QuantizationSettings = replace(_filled(settings, decided), products=products)
     _refuse_contradictions(filled)
+    if not filled.follows_rows:
+        filled = replace(filled, objective=replace(filled.objective, end_loss=False))
     return filled
 
 

@@ -27,9 +27,9 @@ from aespa_pl.algorithm.workspace import one_thread
 
 COLUMNS = 64
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
-COUPLED, LARGE_TILES = (8, 32), 16
-"""Rows and columns of a tile with G: a larger one takes fewer calls, and more rounds to settle. A large head
-has so many tiles over its rows."""
+COUPLED, COUPLED_LARGE = (8, 32), (64, 16)
+"""Rows and columns of a tile with G, and of a large head: a larger one takes fewer calls, and more rounds to
+settle, so that more moves wait for the next pass."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
@@ -103,7 +103,7 @@ def descend(
 
 def _tile_of(G: Tensor) -> tuple[int, int]:
     """Return the rows and columns of a tile of a head with G ``[units, rows, rows]``."""
-    return COUPLED if G.shape[-1] <= LARGE_HEAD else (G.shape[-1] // LARGE_TILES, COLUMNS)
+    return COUPLED if G.shape[-1] <= LARGE_HEAD else COUPLED_LARGE
 
 
 def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
@@ -190,17 +190,17 @@ class _Units:
 
     def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"], *, asks: bool) -> None:
         """Visit a few rows of each head, with tensors so small that the number of calls counts."""
-        R, P, G = self.R[:, rows], G[:, rows] @ self.R, G[:, rows, rows]
+        R, of_all, G = self.R[:, rows], G[:, rows], G[:, rows, rows]
         relative = (G / _diagonal(G)[..., None]).tril(-1)
         for group in self.groups:
             # the same in all columns of a group, as zeta is the same in all rows
             step = self.step[:, rows, group[0][0].start]
             below = relative * step[:, None] / step[..., None]
             for here, effects in group:
-                moves = find_coupled_moves(self._tile(rows, here, P[..., here]), effects[0], below, asks=asks)
-                change = times(self._move(rows, here, moves), self.H[:, here])
-                R += change
-                P.baddbmm_(G, change)  # all columns: a part of them would be one call a head
+                # of all columns it would take a product with each change to stay what it is
+                tile = self._tile(rows, here, of_all @ self.R[..., here])
+                moves = find_coupled_moves(tile, effects[0], below, asks=asks)
+                R += times(self._move(rows, here, moves), self.H[:, here])
 
     def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)

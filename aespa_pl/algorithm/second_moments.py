@@ -99,8 +99,10 @@ def damped(G: Float[Tensor, "heads d_head d_head"], share: float) -> Float[Tenso
     grow in it until they are larger than Q, and errors of K grow where queries are small; then their product
     is no longer small, and a norm on the heads shrinks what is right.
     """
-    mean = G.diagonal(dim1=1, dim2=2).mean(-1)
-    return G + share * mean[:, None, None] * torch.eye(G.shape[-1], device=G.device)
+    found = G.clone()
+    diagonal = found.diagonal(dim1=1, dim2=2)
+    diagonal += share * diagonal.mean(-1, keepdim=True)
+    return found
 
 
 def through_norm(

@@ -31,7 +31,7 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
     name of the projection, where a Hessian cannot be factored.
     """
     for p in block.projections.values():
-        share = p.share(world, coupled=rows)
+        share = p.share(world, coupled=False)
         with block.naming(p), world.failing_together():
             found = [updated_rows(part, rows=rows) for part in p.rows(share)]
         updated, integers, grids, added = zip(*found, strict=True)

@@ -28,8 +28,6 @@ from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.types import Damping
 
-COUPLING_DAMPING = 0.2
-"""Part of its mean diagonal that is added to the diagonal of a G of the end loss; 0.02 to 0.5 are level."""
 log = logging.getLogger(__name__)
 
 
@@ -100,8 +98,12 @@ class QuantizedProjection:
         return QuantizedWeight(self.integers.flatten(0, 1), scale, zero_point, grid.bits)
 
     def share(self, world: World, *, coupled: bool = True) -> RowShare:
-        """Return which rows this process works on: single ones of one head, unless G is ``coupled`` in."""
-        knows_g = self.other_side is not None and (coupled or self.heads > 1)
+        """Return which rows this process works on: whole heads where a G of them counts, else single ones.
+
+        That of Q and K counts in all steps, another one where it is ``coupled`` in.
+        """
+        of_scores = self.projection.role in (Role.QUERY, Role.KEY)
+        knows_g = self.other_side is not None and (coupled or of_scores)
         by_heads = knows_g or len(self.hessian) > 1
         return RowShare(self.heads, self.weight.shape[1], by_heads, world)
 
@@ -170,7 +172,7 @@ class QuantizedBlock:
             grid = min_max_grid(weight, torch.ones_like(weight[0, 0]), grid_format(settings, index, p.name))
             G = {Role.QUERY: statistics.g_query, Role.KEY: statistics.g_key}.get(p.role)
             if p.name in statistics.couplings:
-                G = damped(statistics.couplings[p.name], COUPLING_DAMPING)
+                G = statistics.couplings[p.name]
             elif G is not None:
                 G = damped(G, settings.objective.query_key_damping)
             ones = torch.ones_like(weight[..., 0])

@@ -35,6 +35,8 @@ TIED_DAMPING = 0.2
 """Damping of the head's H where the head is the embedding as well: errors of an embedding's rows count by
 their size alone, for about this share of the head's (0.14 on SmolLM2-135M, 0.5 on a model of 2.2M)."""
 
+POSITIONS = 512
+"""Positions of a segment whose logits are in memory at a time."""
 TOKENS = 2**12
 """Calibration tokens that G is summed over, at most; the hidden states before all blocks are kept for it."""
 LARGEST = 10.0
@@ -132,7 +134,8 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
     """
     with source.stem():
         before = _forward(source, tokens)
-        after, head = _through_head(source, before.pop(), seed)
+        head = _Moments()
+        after = _through_head(source, before.pop(), seed, head)
         count, weight = tokens.numel(), source.model.get_output_embeddings().weight.detach()
         yield Seen(None, "head", weight, head.outputs["head"] / count, head.mean_input("head"))
         for index in reversed(range(source.block_count)):
@@ -157,19 +160,23 @@ def couplings(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the number of each block, from the last one back, with G of the projections that have one.
 
-    ``G [heads, rows, rows]`` is ``E[g g^T]`` of a projection's outputs, divided by its mean diagonal. Model,
-    tokens and seed are as of ``end_loss``; ``layouts`` are those of the blocks.
+    ``G [heads, rows, rows]``, in float16, is ``E[g g^T]`` of a projection's outputs, divided by its mean
+    diagonal. Model, tokens and seed are as of ``end_loss``; ``layouts`` are those of the blocks.
     """
     with source.stem():
         before = _forward(source, tokens)
-        after, _ = _through_head(source, before.pop(), seed)
+        after = _through_head(source, before.pop(), seed)
         for index in reversed(range(source.block_count)):
             with source.block(index) as block:
                 moments = _Couplings(layouts[index])
                 _through_block(source, layouts[index], block, before[index], after, moments=moments)
             before.pop()
-            means = {name: G.diagonal(dim1=1, dim2=2).mean() for name, G in moments.outputs.items()}
-            yield index, {name: G / means[name] for name, G in moments.outputs.items() if means[name] > 0}
+            found = {}
+            for name in list(moments.outputs):
+                G = moments.outputs.pop(name)  # which is gone before the next is copied
+                if (mean := G.diagonal(dim1=1, dim2=2).mean()) > 0:
+                    found[name] = G.div_(mean).half()
+            yield index, found
 
 
 @torch.no_grad()
@@ -200,24 +207,29 @@ def _forward(source: StreamedModel, tokens: Tensor) -> list[Batches]:
     return before
 
 
-def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[list[Tensor], _Moments]:
-    """Return the gradients at the last block's output, and the moments of the head."""
-    moments, gradients, module = _Moments(), [], source.model.get_output_embeddings()
+def _through_head(
+    source: StreamedModel, hidden: Batches, seed: int, moments: _Moments | None = None
+) -> list[Tensor]:
+    """Return the gradients at the last block's output; add the moments of the head, if they are wanted."""
+    gradients, module = [], source.model.get_output_embeddings()
     generator = torch.Generator().manual_seed(seed)
     for i in range(len(hidden)):
-        inputs = hidden[i].to(source.device).clone().requires_grad_()  # tensors of inference mode can't
-        with torch.enable_grad(), _watching({"head": module}) as seen:
-            logits = source.family.head(source.model, inputs).float()
-            refuse_not_finite(logits.detach(), "the original's logits have", source.dtype)
-            probabilities = logits[0].detach().softmax(-1).cpu()
-            drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)  # [L]
-            loss = nn.functional.cross_entropy(logits[0], drawn, reduction="sum")
-            x, output = seen["head"]
-            gradient, of_head = torch.autograd.grad(loss, [inputs, output])
-        moments.add_inputs("head", x)
-        moments.add_outputs("head", of_head)
-        gradients.append(gradient)
-    return gradients, moments
+        pieces = []
+        for piece in hidden[i].to(source.device).split(POSITIONS, dim=1):
+            inputs = piece.clone().requires_grad_()  # tensors of inference mode can't
+            with torch.enable_grad(), _watching({"head": module}) as seen:
+                logits = source.family.head(source.model, inputs).float().flatten(0, 1)
+                refuse_not_finite(logits.detach(), "the original's logits have", source.dtype)
+                drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+                loss = nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+                x, output = seen["head"]
+                gradient, of_head = torch.autograd.grad(loss, [inputs, output])
+            if moments is not None:
+                moments.add_inputs("head", x)
+                moments.add_outputs("head", of_head)
+            pieces.append(gradient)
+        gradients.append(torch.cat(pieces, 1))
+    return gradients
 
 
 def _through_block(

@@ -55,6 +55,10 @@ def _steps(settings: QuantizationSettings) -> dict[str, tuple[bool, str]]:
         "output.histograms": (learns, "no rounding is learned"),
         "quantization.rounding.iterations": (learns, "no rounding is learned"),
         "quantization.rounding.": (learns or rounds_in_tuning, "no rounding is learned"),
+        "quantization.objective.end_loss": (
+            settings.follows_rows,
+            "integers are neither polished nor learned",
+        ),
         "quantization.polish.": (bool(settings.polish.enabled), "integers are not polished"),
         "quantization.tuning.blocks.": (bool(tuning.blocks.enabled), "blocks are not tuned"),
         "quantization.tuning.model.": (bool(tuning.model.enabled), "the model is not tuned end to end"),

@@ -70,9 +70,10 @@ def block_flops(
     search = sum(size * (2 * leading_rank(columns) + COMPARED) for size, columns in widths)
     searches = (1 if settings.symmetric else 2) * CLIP_RATIOS * (SEARCHES if settings.grid.zfold else 1)
     optq = (product + 3 * heads * d**3 + UPDATED * shape.weights) / devices + factors
-    learned = sum(m.size * (2 * m.columns + LEARNED) for m in shape.learned(settings))
-    visits = LATER_PASSES * settings.polish.passes
-    rows_product = sum(2 * m.size * rows for m, rows in shape.coupled(settings))  # G dW
+    coupled = {id(m): 2 * m.size * rows for m, rows in shape.coupled(settings)}  # G dW
+    products = (m.size * (2 * m.columns + LEARNED) + coupled.get(id(m), 0) for m in shape.learned(settings))
+    learned = sum(products)
+    visits, rows_product = LATER_PASSES * settings.polish.passes, sum(coupled.values())
     polish = (2 + visits) * (product + rows_product) + visits * VISITED * shape.weights
     of_blocks, of_model = settings.tuning.blocks, settings.tuning.model
     head, held = 2.0 * tokens * d * shape.vocabulary / shape.blocks, float(settings.tuning.held_back)

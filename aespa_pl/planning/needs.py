@@ -7,7 +7,7 @@ from dataclasses import replace
 from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.calibration.attended import chunks, over_tokens, row_count, stride
-from aespa_pl.calibration.end_loss import segments_of
+from aespa_pl.calibration.end_loss import POSITIONS, segments_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
@@ -145,9 +145,13 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
-    # of a segment, with gradients; G and one product that is added to it
+    # of a segment, with gradients; G and one product that is added to it; before, the head, with the logits
+    # of some positions, what their labels are drawn from, and gradients
     of_end_loss = block + 2 * FLOAT * shape.coupling_numbers(settings)
     of_end_loss += tuning.activation_bytes(shape, work) * work.length
+    of_head = min(work.length, POSITIONS) * shape.vocabulary * (work.dtype_bytes + 5 * FLOAT)
+    of_end_loss = shape.stem_weights * work.dtype_bytes + max(of_end_loss, of_head)
+    of_end_loss *= settings.objective.end_loss
     # factor and its copy; shift, solution and its copy; a shift of outputs is there already
     solved = max(2 * m.columns**2 + (2 if m.adds_to_residual else 3) * m.size for m in shape.matrices)
     corrected = steady + shifted + FLOAT * (weights + solved)

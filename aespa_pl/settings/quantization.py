@@ -219,6 +219,12 @@ class QuantizationSettings:
         return bool(chosen or self.polish.enabled or self.input_correction or self.tuning.blocks.enabled)
 
     @property
+    def follows_rows(self) -> bool:
+        """Tell whether a step follows objectives that couple the rows of a head."""
+        follows = self.optq.enabled and (self.optq.rows or self.format != "uniform")
+        return bool(follows or self.polish.enabled or self.learns(attention=True))
+
+    @property
     def two_streams(self) -> bool:
         """Tell whether the original model's hidden states are needed beside the quantized model's."""
         return bool(self.input_correction) or self.tuning.enabled

@@ -11,11 +11,15 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.second_moments import damped
 from aespa_pl.calibration.end_loss import couplings, segments_of
+from aespa_pl.errors import UserError
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import has_tensors, read_tensors, write_tensors
 
 SEED = 0
+DAMPING = 0.2
+"""Part of its mean diagonal that is added to the diagonal of a G; 0.02 to 0.5 are level."""
 
 
 def prepare(context: Context, tokens: Tensor, missing: Collection[int]) -> None:
@@ -28,14 +32,20 @@ def prepare(context: Context, tokens: Tensor, missing: Collection[int]) -> None:
     layouts = [context.layout(index) for index in range(count)]
     for index, found in couplings(context.source, segments, layouts, seed=SEED):
         if index in missing:
-            write_tensors(run.coupling_file(index), {name: G.half() for name, G in found.items()}, {})
+            write_tensors(run.coupling_file(index), found, {})
         context.progress.advance()
 
 
 def read(context: Context, index: int) -> dict[str, Tensor]:
-    """Return the matrices ``[heads, rows, rows]`` of a block by projection, in float32 on the device."""
-    stored = read_tensors(context.run.coupling_file(index))
-    return {name: G.to(context.device, torch.float32) for name, G in stored.items()}
+    """Return the matrices ``[heads, rows, rows]`` of a block by projection, damped, in float32 on the device.
+
+    Raises UserError where one is not finite, because the file was damaged.
+    """
+    file = context.run.coupling_file(index)
+    stored = read_tensors(file)
+    if wrong := [name for name, G in stored.items() if not G.isfinite().all()]:
+        raise UserError(f"{file} is damaged ({', '.join(wrong)}): remove it, and continue the run")
+    return {name: damped(G.to(context.device, torch.float32), DAMPING) for name, G in stored.items()}
 
 
 def forget(context: Context, index: int) -> None:

@@ -79,7 +79,7 @@ class Walk:
     def _begin(self, tokens: Tensor) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
         run = self.context.run
-        for folder in (run.block_file(0).parent, run.model_folder):
+        for folder in (run.block_file(0).parent, run.model_folder, run.couplings_folder):
             remove_leftovers(folder)
         for line in run.reopen(self.context.source.block_count):
             self.context.progress.say(line)

@@ -102,7 +102,7 @@ def test_moves_are_those_of_trying_every_value(
     monkeypatch.setattr(descent, "LEAST_GAIN", 0)
     W, H, G, grid = problem(kind, bits=bits, group_size=group_size)
     monkeypatch.setattr(descent, "LARGE_HEAD", 0 if large else 1000)
-    monkeypatch.setattr(descent, "LARGE_TILES", W.shape[1] // rows)
+    monkeypatch.setattr(descent, "COUPLED_LARGE", block)
     width = group_size or W.shape[2]  # a tile ends with its group
     order = [
         (i, j)

@@ -55,6 +55,12 @@ def test_another_quantization_than_that_of_the_run_is_not_measured(
             ["--quantization.polish={passes: 3, enabled: false}", "--quantization.tuning.held_back=0.1"],
             "quantization.polish.passes has no effect: integers are not polished (method aespa-tuned)",
         ),
+        (
+            ["--quantization.method=optq", "--quantization.objective.end_loss=true"],
+            "quantization.objective.end_loss has no effect: integers are neither polished nor learned "
+            "(method optq)",
+        ),
+        (["--quantization.method=boa", "--quantization.objective.end_loss=true"], ""),
         (["--quantization.method=brecq", "--quantization.rounding.warmup=0.1"], ""),
         (["--quantization.method=aespa", "--quantization.rounding.iterations=9"], ""),
         (["--config=paper.yaml", "--quantization.method=rtn", "--quantization.polish.enabled=false"], ""),

@@ -9,7 +9,7 @@ from aespa_pl.block.quantized import QuantizedProjection
 from aespa_pl.calibration.statistics import Hessian
 from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError
-from aespa_pl.models.family import Projection
+from aespa_pl.models.family import Projection, Role
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -52,12 +52,20 @@ def test_one_process_gets_back_what_it_gives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hessians", "coupled", "by_heads"), [(1, False, False), (1, True, True), (4, False, True)]
+    ("role", "hessians", "coupled", "by_heads"),
+    [
+        (Role.OTHER, 1, False, False),
+        (Role.OTHER, 1, True, True),
+        (Role.OTHER, 4, False, True),
+        (Role.KEY, 1, True, True),
+    ],
 )
-def test_rows_stay_with_their_head_where_it_matters(hessians: int, *, coupled: bool, by_heads: bool) -> None:
+def test_rows_stay_with_their_head_where_it_matters(
+    role: Role, hessians: int, *, coupled: bool, by_heads: bool
+) -> None:
     W = torch.randn(4, 3, 5)
     p = QuantizedProjection(
-        Projection("any", "any"),
+        Projection("any", "any", role),
         W,
         Hessian(torch.randn(hessians, 5, 5)),
         torch.randn(4, 3, 3) if coupled else None,
@@ -71,6 +79,8 @@ def test_rows_stay_with_their_head_where_it_matters(hessians: int, *, coupled: b
     expected = W[2:3] if by_heads else W.flatten(0, 1)[4:8][None]
     assert torch.equal(share.part(W), expected)
     assert range(4)[share.taken_heads] == (range(2, 3) if by_heads else range(4))
+    # steps that take a row after the other follow the G of scores alone, also that of a single key head
+    assert p.share(World(1, 3), coupled=False).by_heads is (role is Role.KEY or hessians > 1)
 
 
 def test_process_without_a_part_works_on_the_first_in_vain() -> None:

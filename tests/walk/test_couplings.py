@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from aespa_pl.data.texts import EMBEDDED
+from aespa_pl.errors import UserError
 from aespa_pl.run.journal import Run
 from aespa_pl.walk import couplings
 from tests.walks import BLOCKS, same_files, walk
@@ -94,3 +95,24 @@ def test_what_is_damaged_is_computed_again(tmp_path: Path, monkeypatch: pytest.M
     file = run.coupling_file(BLOCKS - 1)
     file.write_bytes(file.read_bytes()[:-100])
     same_files(whole, walk("llama", tmp_path / "damaged", KNOWING, run=run))
+
+
+def test_a_file_with_a_wrong_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = couplings.prepare
+
+    def damaging(context: Any, *arguments: Any) -> None:
+        prepare(context, *arguments)
+        file = context.run.coupling_file(0)
+        file.write_bytes(file.read_bytes()[:-64] + b"\xff" * 64)
+
+    monkeypatch.setattr(couplings, "prepare", damaging)
+    with pytest.raises(UserError, match=r"end_loss.*is damaged .*: remove it, and continue the run"):
+        walk("llama", tmp_path, KNOWING)
+
+
+@pytest.mark.parametrize("method", ["rtn", "optq", "awq"])
+def test_methods_whose_rows_are_independent_look_at_nothing(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(couplings, "couplings", None)
+    walk("llama", tmp_path, {"method": method, "objective.end_loss": True})
