@@ -149,7 +149,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # of some positions, what their labels are drawn from, and gradients
     of_end_loss = block + 2 * FLOAT * shape.coupling_numbers(settings)
     of_end_loss += tuning.activation_bytes(shape, work) * work.length
-    of_head = min(work.length, POSITIONS) * shape.vocabulary * (work.dtype_bytes + 5 * FLOAT)
+    of_head = min(work.length, POSITIONS) * shape.vocabulary * (work.dtype_bytes + 4 * FLOAT)
     of_end_loss = shape.stem_weights * work.dtype_bytes + max(of_end_loss, of_head)
     of_end_loss *= settings.objective.end_loss
     # factor and its copy; shift, solution and its copy; a shift of outputs is there already

@@ -152,6 +152,9 @@ def test_the_end_loss_takes_a_matrix_for_the_rows_of_each_head() -> None:
     assert hessian_bytes(s, knowing) - hessian_bytes(s, PAPER) == 4 * numbers
     data = (disk_bytes(setup(s, WORK, q), 2) for q in (knowing, PAPER))
     assert next(data) - next(data) == 2 * s.blocks * (numbers + of_scores)
+    more, plain = (block_flops(s, WORK, q)["rounding"] for q in (knowing, PAPER))
+    products = sum(2 * m.size * rows for m, rows in s.coupled(knowing))
+    assert more - plain == pytest.approx(PAPER.rounding.iterations * products)
     wide = replace(
         s, matrices=tuple(replace(m, rows=MOST_ROWS + 1) for m in s.matrices if m.role is Role.OTHER)
     )
