@@ -23,7 +23,7 @@ def min_max_values(w: Tensor, bits: int, *, symmetric: bool) -> Tensor:
 
 @pytest.mark.parametrize("group_size", [None, 8])
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 3, 8])
 def test_nearest_weight_is_the_nearest_value_of_the_min_max_grid(
     bits: int, group_size: int | None, *, symmetric: bool
 ) -> None:

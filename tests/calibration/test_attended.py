@@ -67,7 +67,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi"])
-@pytest.mark.parametrize(("length", "least"), [(1, 4), (3, 4), (4, 4), (16, 4), (17, 4), (19, 1)])
+@pytest.mark.parametrize(("length", "least"), [(1, 4), (4, 4), (17, 4), (19, 1)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_sums_are_those_of_all_probabilities(
     length: int, least: int, kind: str, gated: bool, monkeypatch: pytest.MonkeyPatch
