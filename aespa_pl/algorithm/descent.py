@@ -30,6 +30,8 @@ COLUMNS = 64
 COUPLED, COUPLED_LARGE = (8, 32), (64, 16)
 """Rows and columns of a tile with G, and of a large head: a larger one takes fewer calls, and more rounds to
 settle, so that more moves wait for the next pass."""
+AHEAD = 128
+"""Columns whose ``G dW H`` is computed at once with G, and then kept up to date."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
@@ -192,15 +194,20 @@ class _Units:
         """Visit a few rows of each head, with tensors so small that the number of calls counts."""
         R, of_all, G = self.R[:, rows], G[:, rows], G[:, rows, rows]
         relative = (G / _diagonal(G)[..., None]).tril(-1)
+        ahead = slice(0, 0)
         for group in self.groups:
             # the same in all columns of a group, as zeta is the same in all rows
             step = self.step[:, rows, group[0][0].start]
             below = relative * step[:, None] / step[..., None]
             for here, effects in group:
-                # of all columns it would take a product with each change to stay what it is
-                tile = self._tile(rows, here, of_all @ self.R[..., here])
-                moves = find_coupled_moves(tile, effects[0], below, asks=asks)
-                R += times(self._move(rows, here, moves), self.H[:, here])
+                if here.stop > ahead.stop:
+                    ahead = slice(here.start, max(here.stop, here.start + AHEAD))
+                    P = of_all @ self.R[..., ahead]  # a narrower product would take as long
+                some = slice(here.start - ahead.start, here.stop - ahead.start)
+                moves = find_coupled_moves(self._tile(rows, here, P[..., some]), effects[0], below, asks=asks)
+                change = times(self._move(rows, here, moves), self.H[:, here])
+                R += change
+                P.baddbmm_(G, change[..., ahead])
 
     def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)

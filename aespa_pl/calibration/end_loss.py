@@ -37,7 +37,7 @@ their size alone, for about this share of the head's (0.14 on SmolLM2-135M, 0.5 
 
 POSITIONS = 512
 """Positions of a segment whose logits are in memory at a time."""
-TOKENS = 2**12
+TOKENS = 2**14
 """Calibration tokens that G is summed over, at most; the hidden states before all blocks are kept for it."""
 LARGEST = 10.0
 """Largest square of a token's gradient in G, beside the median of its segment. Behind a norm the gradient of
