@@ -103,6 +103,7 @@ def test_moves_are_those_of_trying_every_value(
     W, H, G, grid = problem(kind, bits=bits, group_size=group_size)
     monkeypatch.setattr(descent, "LARGE_HEAD", 0 if large else 1000)
     monkeypatch.setattr(descent, "COUPLED_LARGE", block)
+    monkeypatch.setattr(descent, "AHEAD", 3 if large else 128)
     width = group_size or W.shape[2]  # a tile ends with its group
     order = [
         (i, j)
