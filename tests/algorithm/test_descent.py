@@ -256,3 +256,22 @@ def test_descent_comes_nearer_the_best_of_all_integers() -> None:
         assert statistics.median(after) < 1e-9
         assert sum(gap < 1e-9 for gap in before) < 30  # 6 and 27 rows have the best integers
         assert sum(gap < 1e-9 for gap in after) > optimal  # 54 and 62
+
+
+def test_a_large_head_gets_nearly_as_far_as_with_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In too large a tile most moves are not settled after all rounds, and wait for ever."""
+    torch.manual_seed(0)
+    rows, columns = 320, 128
+    W, sides = torch.randn(1, rows, columns), []
+    for size in (columns, rows):
+        mixed = torch.linalg.qr(torch.randn(size, size))[0] / torch.arange(1, size + 1).sqrt()
+        moments = (mixed @ mixed.T)[None]
+        sides.append(moments + 0.1 * moments.diagonal(dim1=1, dim2=2).mean() * torch.eye(size))
+    grid = min_max_grid(W, torch.ones(columns), GridFormat(3))
+    ends = []
+    for block in (descent.COUPLED_LARGE, (8, 8), (rows, columns)):
+        monkeypatch.setattr(descent, "COUPLED_LARGE", block)
+        ends.append(float(descend(quantize(W, grid), W, grid, *sides, passes=10).losses[0, -1]))
+    ours, small, whole = ends
+    assert ours < 1.1 * small
+    assert whole > 1.5 * small  # so there is something to lose
