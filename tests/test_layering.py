@@ -14,6 +14,7 @@ ORDER = (
     "processors",
     "",
     "errors",
+    "extras",
     "paths",
     "methods",
     "settings",
@@ -47,6 +48,7 @@ ORDER = (
 OUTSIDE: dict[str, set[str]] = {
     "algorithm": {"torch", "jaxtyping"},
     "methods": set(),
+    "extras": set(),
     "settings": {"jsonargparse"},
     "resolve": set(),
     "curve_names": set(),

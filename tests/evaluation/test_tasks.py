@@ -212,7 +212,7 @@ def test_a_task_file_runs_no_function_while_it_is_looked_for(task: str) -> None:
 def test_without_the_harness_the_user_reads_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
-    with pytest.raises(UserError, match=r"pip install 'aespa-pl\[eval\]'"):
+    with pytest.raises(UserError, match=r"pip install 'lm-eval"):
         find_tasks(TaskSettings(["arc_easy"]))
 
 

@@ -237,7 +237,7 @@ def test_without_a_plotting_library_the_user_reads_what_to_install(
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "aespa_pl.report.p"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'aespa-pl\[report\]'"):
+    with pytest.raises(UserError, match=r"pip install 'jinja2"):
         report([str(folder)])
 
 
