@@ -81,7 +81,9 @@ class Run(RunFolder):
 
     def is_of(self, files: Collection[Path]) -> bool:
         """Tell whether these are the files of the model that was quantized."""
-        return bool(self.fingerprint["model"] == model_fingerprint(files))
+        # versions before 0.8 looked at the ends of files alone
+        known = self.fingerprint["model"]
+        return bool(known in (model_fingerprint(files), model_fingerprint(files, places=0)))
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise UserError with everything that the result depends on and that has changed."""
@@ -265,7 +267,7 @@ def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}
 
 
-def model_fingerprint(files: Iterable[Path]) -> str:
+def model_fingerprint(files: Iterable[Path], places: int = PLACES) -> str:
     """Return a SHA-256 over names, sizes, and parts of a model's files, wherever they lie.
 
     Parts are the first and last MiB, and a few KiB at places in between.
@@ -277,8 +279,8 @@ def model_fingerprint(files: Iterable[Path]) -> str:
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(MEBIBYTE))
-            for place in range(1, PLACES):
-                file.seek(size * place // PLACES)
+            for place in range(1, places):
+                file.seek(size * place // places)
                 digest.update(file.read(PART))
             file.seek(max(0, size - MEBIBYTE))
             digest.update(file.read())

@@ -52,6 +52,17 @@ def test_model_fingerprint_sees_other_weights(place: str, tmp_path: Path) -> Non
     assert model_fingerprint([path]) != before
 
 
+def test_a_run_of_an_earlier_version_knows_its_model(tmp_path: Path) -> None:
+    """Which looked at the ends of files alone."""
+    path = tmp_path / "a"
+    path.write_bytes(bytes(3 * MEBIBYTE))
+    run = Run.create(tmp_path / "runs", {"model": model_fingerprint([path], places=0)})
+    assert run.is_of([path])
+    assert Run.create(tmp_path / "runs", {"model": model_fingerprint([path])}).is_of([path])
+    path.write_bytes(b"1" * 3 * MEBIBYTE)
+    assert not run.is_of([path])
+
+
 def test_model_fingerprint_does_not_depend_on_the_place_of_the_cache(tmp_path: Path) -> None:
     """Weights out of a pickle lie in the cache, in a folder before or after the model's own."""
     config = make_file(tmp_path / "model" / "config.json", "{}")
