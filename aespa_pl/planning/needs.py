@@ -145,13 +145,14 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
-    # of a segment, with gradients; G and one product that is added to it; before, the head, with the logits
-    # of some positions, what their labels are drawn from, and gradients
-    of_end_loss = block + 2 * FLOAT * shape.coupling_numbers(settings)
-    of_end_loss += tuning.activation_bytes(shape, work) * work.length
-    of_head = min(work.length, POSITIONS) * shape.vocabulary * (work.dtype_bytes + 4 * FLOAT)
-    of_end_loss = shape.stem_weights * work.dtype_bytes + max(of_end_loss, of_head)
-    of_end_loss *= settings.objective.end_loss
+    of_end_loss = 0
+    if settings.objective.end_loss:
+        # the logits of some positions, what their labels are drawn from, and gradients; later, of a segment
+        # with gradients, G and one product that is added to it
+        of_head = min(work.length, POSITIONS) * shape.vocabulary * (work.dtype_bytes + 4 * FLOAT)
+        of_block = block + 2 * FLOAT * shape.coupling_numbers(settings)
+        of_block += tuning.activation_bytes(shape, work) * work.length
+        of_end_loss = shape.stem_weights * work.dtype_bytes + max(of_head, of_block)
     # factor and its copy; shift, solution and its copy; a shift of outputs is there already
     solved = max(2 * m.columns**2 + (2 if m.adds_to_residual else 3) * m.size for m in shape.matrices)
     corrected = steady + shifted + FLOAT * (weights + solved)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from aespa_pl.calibration.end_loss import MOST_ROWS
+from aespa_pl.calibration.end_loss import MOST_ROWS, POSITIONS
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role, layouts_of
 from aespa_pl.planning.estimate import block_flops
@@ -155,6 +155,10 @@ def test_the_end_loss_takes_a_matrix_for_the_rows_of_each_head() -> None:
     more, plain = (block_flops(s, WORK, q)["rounding"] for q in (knowing, PAPER))
     products = sum(2 * m.size * rows for m, rows in s.coupled(knowing))
     assert more - plain == pytest.approx(PAPER.rounding.iterations * products)
+    wordy = replace(s, vocabulary=10**6)
+    logits = min(WORK.length, POSITIONS) * wordy.vocabulary * (WORK.dtype_bytes + 16)
+    assert device_bytes(wordy, WORK, knowing)["statistics"] >= logits
+    assert device_bytes(wordy, WORK, PAPER)["statistics"] < logits
     wide = replace(
         s, matrices=tuple(replace(m, rows=MOST_ROWS + 1) for m in s.matrices if m.role is Role.OTHER)
     )
