@@ -82,9 +82,10 @@ PARTS = ("--data.memory_gb=1e-6", "--quantization.rounding.iterations=4")
 @pytest.mark.parametrize(
     ("options", "processes"),
     [
+        (LAYER, 2),
         (("--quantization.method=awq",), 2),
         (HYBRID, MANY),  # the last process has no row of any projection
-        (PARTS + LAYER, 2),
+        (PARTS, 2),
     ],
 )
 def test_they_find_what_one_finds(

@@ -79,10 +79,12 @@ def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(
 
 @pytest.mark.parametrize("when", [f"{BLOCK}/step_10*", f"{MODEL}/step_6*"])
 def test_checkpoint_of_a_tuning_is_used(when: str, bench: Bench, whole: dict[str, bytes]) -> None:
-    """With other values in the checkpoint the end is another."""
+    """It goes on to the same bytes; with other values in the checkpoint the end is another."""
     name = f"used_{when.replace('/', '_')[:-1]}"
     stopped = bench.fit(name, *TUNED, number=signal.SIGTERM, when=f"*/{when}")
     assert stopped.status == 128 + signal.SIGTERM, stopped.text
+    copied(bench.run_of(name), bench, f"same_{name}")
+    finished(bench, f"same_{name}", whole)
     with checkpoint_of(bench.run_of(name)) as content:
         for tensor in content["state_dict"].values():
             tensor.mul_(1.3)
