@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ class Checked(Settings):
         """Return what is known of the model's family."""
         return family_of(self.config)
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
         """Return the sizes of the model, from which its needs follow."""
         return Shape.of(self.config, self.layouts)
