@@ -14,7 +14,6 @@ Here a *unit* is what can be minimized alone: a row, or a head where G couples i
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from jaxtyping import Float, Int, Real
@@ -31,7 +30,8 @@ COUPLED, COUPLED_LARGE = (8, 32), (64, 16)
 """Rows and columns of a tile with G, and of a large head: a larger one takes fewer calls, and more rounds to
 settle, so that more moves wait for the next pass."""
 AHEAD = 128
-"""Columns whose ``G dW H`` is computed at once with G, and then kept up to date."""
+"""Columns whose ``G dW H`` is computed at once with G, and then kept up to date; moves reach the others
+with one product."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
@@ -77,20 +77,19 @@ def descend(
         curvature = H.diagonal(dim1=1, dim2=2)[:, None]
         if G is not None:
             curvature = curvature * _diagonal(G)[..., None]
-        q, newton, groups = integers.to(W.dtype, copy=True), -1 / (step * curvature), _groups(H, grid, G)
-        units = _Units(q, errors, step, newton, times(errors, H), H, groups, G, grid)
+        q, newton, tiles = integers.to(W.dtype, copy=True), -1 / (step * curvature), _tiles(H, grid, G)
+        units = _Units(q, errors, step, newton, times(errors, H), H, tiles, G, grid)
         if G is None and H.shape[0] == 1 and not heads_alone:
-            units = units.changed(lambda x: x.flatten(0, 1)[:, None], H, units.groups, None)  # each row
+            units = units.changed(lambda x: x.flatten(0, 1)[:, None], H, tiles, None)  # each row
         before = units.loss()  # [units, separable]
         current, loss = units.integers.clone(), before.sum(-1)
         taken = torch.zeros_like(loss, dtype=torch.long)
         left = torch.arange(len(loss), device=W.device)
         losses = [loss]
         for done in range(1, passes + 1):
-            units.visit()
+            now = units.visit(loss)
             current.index_copy_(0, left, units.integers)
             taken[left] = done
-            now = units.loss().sum(-1)
             losses.append(losses[-1].index_copy(0, left, now))
             going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
             if not going.numel():
@@ -114,18 +113,17 @@ def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"
     return diagonal.where(diagonal > torch.finfo(G.dtype).tiny, 1)
 
 
-def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, G: Tensor | None) -> list[list[Columns]]:
-    """Return the tiles of each group of columns, in which the scale of a row is the same."""
+def _tiles(H: Float[Tensor, "#units d_in d_in"], grid: Grid, G: Tensor | None) -> list[Columns]:
+    """Return the tiles. The columns of each belong to one group, in which the scale of a row is the same."""
     # so it cancels out: it is that of the column that moves and of the one that wants to
     own = grid.zeta * H.diagonal(dim1=1, dim2=2)
-    groups: list[list[Columns]] = []
+    tiles: list[Columns] = []
     for group in _slices(0, H.shape[-1], H.shape[-1] // grid.scale.shape[-1]):
-        groups.append([])
         for here in _slices(group.start, group.stop, COLUMNS if G is None else _tile_of(G)[1]):
             effects = -grid.zeta[here, None] * H[:, here, here] / own[:, None, here]
             later = effects.triu(1)
-            groups[-1].append((here, later if G is None else torch.cat([effects, later], -1)))
-    return groups
+            tiles.append((here, later if G is None else torch.cat([effects, later], -1)))
+    return tiles
 
 
 @dataclass
@@ -141,7 +139,7 @@ class _Units:
     R: Float[Tensor, "units rows d_in"]
     """``dW H``."""
     H: Float[Tensor, "#units d_in d_in"]
-    groups: list[list[Columns]]
+    tiles: list[Columns]
     G: Float[Tensor, "units rows rows"] | None
     grid: Grid
     """Tells the integers that there are."""
@@ -149,18 +147,18 @@ class _Units:
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         if len(chosen) == len(self.errors):
             return self
-        H, groups = self.H, self.groups
+        H, tiles = self.H, self.tiles
         if len(H) > 1:
-            H, groups = H[chosen], [[(here, effects[chosen]) for here, effects in group] for group in groups]
+            H, tiles = H[chosen], [(here, effects[chosen]) for here, effects in tiles]
         G = None if self.G is None else self.G[chosen]
-        return self.changed(lambda x: x.index_select(0, chosen), H, groups, G)
+        return self.changed(lambda x: x.index_select(0, chosen), H, tiles, G)
 
     def changed(
-        self, change: Callable[[Tensor], Tensor], H: Tensor, groups: list[list[Columns]], G: Tensor | None
+        self, change: Callable[[Tensor], Tensor], H: Tensor, tiles: list[Columns], G: Tensor | None
     ) -> "_Units":
         """Return other units, with the fields changed that have a number for each weight."""
         q, errors, step, newton, R = map(change, (self.integers, self.errors, self.step, self.newton, self.R))
-        return _Units(q, errors, step, newton, R, H, groups, G, self.grid)
+        return _Units(q, errors, step, newton, R, H, tiles, G, self.grid)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""
@@ -168,16 +166,18 @@ class _Units:
             return (self.errors * self.R).sum(-1)
         return (self.errors * (self.G @ self.R)).sum(-1).sum(-1, keepdim=True)
 
-    def visit(self) -> None:
+    def visit(self, loss: Float[Tensor, " units"]) -> Float[Tensor, " units"]:
+        """Visit all weights; return the objective of each unit, which was ``loss``."""
         asks = self.R.device.type == "cpu"
         if self.G is None:
             self._visit_independent_rows(asks=asks)
-            return
+            return self.loss().sum(-1)
         for rows in _slices(0, self.errors.shape[1], _tile_of(self.G)[0]):
-            self._visit_coupled_rows(rows, self.G, asks=asks)
+            loss = loss + self._visit_coupled_rows(rows, self.G, asks=asks)
+        return loss
 
     def _visit_independent_rows(self, *, asks: bool) -> None:
-        for here, effects in chain.from_iterable(self.groups):
+        for here, effects in self.tiles:
             moves = find_moves(self._tile(slice(None), here, self.R[..., here]), effects, asks=asks)
             few = moving(moves) if asks else None
             if few is not None and not few.numel():
@@ -190,24 +190,40 @@ class _Units:
                 add_times(R, delta.index_select(0, few), self.H[:, here])
                 self.R.index_copy_(0, few, R)
 
-    def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"], *, asks: bool) -> None:
-        """Visit a few rows of each head, with tensors so small that the number of calls counts."""
-        R, of_all, G = self.R[:, rows], G[:, rows], G[:, rows, rows]
-        relative = (G / _diagonal(G)[..., None]).tril(-1)
-        ahead = slice(0, 0)
-        for group in self.groups:
-            # the same in all columns of a group, as zeta is the same in all rows
-            step = self.step[:, rows, group[0][0].start]
-            below = relative * step[:, None] / step[..., None]
-            for here, effects in group:
-                if here.stop > ahead.stop:
-                    ahead = slice(here.start, max(here.stop, here.start + AHEAD))
-                    P = of_all @ self.R[..., ahead]  # a narrower product would take as long
+    def _visit_coupled_rows(
+        self, rows: slice, G: Float[Tensor, "units rows rows"], *, asks: bool
+    ) -> Float[Tensor, " units"]:
+        """Visit a few rows of each head, with tensors so small that the number of calls counts.
+
+        It returns what their moves add to the objective of each head.
+        """
+        of_all, G = G[:, rows], G[:, rows, rows]
+        relative, gained = (G / _diagonal(G)[..., None]).tril(-1), G.new_zeros(len(G))
+        for window in self._windows():
+            ahead = slice(window[0][0].start, window[-1][0].stop)
+            P = of_all @ self.R[..., ahead]  # a product for each tile would take as long
+            before, delta = P.clone(), torch.zeros_like(P)
+            for here, effects in window:
                 some = slice(here.start - ahead.start, here.stop - ahead.start)
+                # the same in all columns of a group, as zeta is the same in all rows
+                step = self.step[:, rows, here.start]
+                below = relative * step[:, None] / step[..., None]
                 moves = find_coupled_moves(self._tile(rows, here, P[..., some]), effects[0], below, asks=asks)
-                change = times(self._move(rows, here, moves), self.H[:, here])
-                R += change
-                P.baddbmm_(G, change[..., ahead])
+                delta[..., some] = self._move(rows, here, moves)
+                P.baddbmm_(G, times(delta[..., some], self.H[:, here, ahead]))
+            self.R[:, rows] += times(delta, self.H[:, ahead])
+            gained += (delta * (before + P)).flatten(1).sum(-1)
+        return gained
+
+    def _windows(self) -> Iterator[list[Columns]]:
+        """Yield the tiles of ``AHEAD`` columns after the other."""
+        window: list[Columns] = []
+        for tile in self.tiles:
+            if window and tile[0].stop - window[0][0].start > AHEAD:
+                yield window
+                window = []
+            window.append(tile)
+        yield window
 
     def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)
