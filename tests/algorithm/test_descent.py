@@ -184,6 +184,20 @@ def test_blocks_of_columns_change_nothing(kind: str, monkeypatch: pytest.MonkeyP
     assert torch.equal(narrow.integers, descend(q, W, grid, H, G, passes=3).integers)
 
 
+def test_columns_whose_product_with_g_is_computed_at_once_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups of 15 columns make tiles that don't fill 40 columns."""
+    W, H, G, grid = problem("query", rows=12, columns=105, group_size=15)
+    q = quantize(W, grid)
+    whole = descend(q, W, grid, H, G, passes=3)
+    monkeypatch.setattr(descent, "AHEAD", 40)
+    parts = descend(q, W, grid, H, G, passes=3)
+    assert torch.equal(parts.integers, whole.integers)
+    torch.testing.assert_close(parts.losses, whole.losses)
+    torch.testing.assert_close(parts.losses[:, -1], loss(parts.integers, W, H, G, grid).sum(-1))
+
+
 @every_kind
 def test_passes_end_when_a_row_gains_little(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     W, H, G, grid = problem(kind, rows=6, columns=60)
