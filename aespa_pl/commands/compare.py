@@ -57,33 +57,34 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         raise UserError("trainer.fast_dev_run: a smoke test measures nothing: try it with aespa-pl fit")
     chosen, shared = _chosen(given), given.without(SECTION)
     refuse_other_methods(shared, chosen.methods)
-    if not chosen.formats:
-        for key, none in (("format", UNIFORM), ("target", "null")):
-            if (value := shared.setting(f"quantization.{key}", none)) != none:
-                raise UserError(
-                    f"quantization.{key} is {value}, which goes before the bits of the cells: name the "
-                    f"formats to compare, such as --{SECTION}.formats '[Q4_K_M]' (auto with a target)"
-                )
-    else:
-        _refuse_beside_formats(given, chosen)
+    _refuse_other_grids(given, chosen)
     model = None
     if pretrained := shared.setting("model.pretrained", ""):
         model = here(pretrained, shared.setting("model.revision", "") or None)  # a wrong path fails once
     for key, text in _texts(shared):  # and so does that of a text
         if not (text.endswith(".safetensors") and expanded(text).is_file()):
             find_text(text, key)
-    if model is not None:
-        _refuse_settings(shared, chosen, read_config(model))
     console = PlainConsole()
+    if model is not None:
+        for mistake in _mistakes(shared, chosen, read_config(model)):
+            console.print(f"This will fail: {mistake}", soft_wrap=True)
     folder = compare(chosen, shared, run_cell, console)
     console.print(str(folder), soft_wrap=True)
 
 
-def _refuse_beside_formats(given: Arguments, chosen: CompareSettings) -> None:
-    """Raise UserError where an option would say something of cells that have formats, and be ignored.
+def _refuse_other_grids(given: Arguments, chosen: CompareSettings) -> None:
+    """Raise UserError where an option would say something of the cells' grids, and be ignored.
 
-    A configuration may: the cells lay their formats over it.
+    A configuration may, where cells have formats: they lay them over it.
     """
+    if not chosen.formats:
+        for key, none in (("format", UNIFORM), ("target", "null")):
+            if (value := given.setting(f"quantization.{key}", none)) != none:
+                raise UserError(
+                    f"quantization.{key} is {value}, which goes before the bits of the cells: name the "
+                    f"formats to compare, such as --{SECTION}.formats '[Q4_K_M]' (auto with a target)"
+                )
+        return
     auto, words = AUTO in chosen.formats, {option.key: option.value for option in given.options}
     ignored = [f"{SECTION}.bits", "quantization.format", *([] if auto else ["quantization.target"])]
     for key in ignored:
@@ -97,13 +98,14 @@ def _refuse_beside_formats(given: Arguments, chosen: CompareSettings) -> None:
         check_format(QuantizationSettings(format=AUTO))  # which needs a target
 
 
-def _refuse_settings(shared: Arguments, chosen: CompareSettings, config: PreTrainedConfig) -> None:
-    """Raise UserError where no method can have the settings of a grid, which would fail cell by cell."""
+def _mistakes(shared: Arguments, chosen: CompareSettings, config: PreTrainedConfig) -> list[str]:
+    """Say which methods can't have the settings of a grid. Raises UserError where none can."""
     with quiet():
         parsed = AespaCLI(shared, "fit")
         trainer, given = first_trainer(parsed), parsed.settings
+    found = []
     for grids in chosen.formats or chosen.bits:
-        mistakes = []
+        mistakes = {}
         for method in chosen.methods:
             own: dict[str, Any] = {"method": method, "bits" if isinstance(grids, int) else "format": grids}
             target = given.quantization.target if grids == AUTO else None
@@ -114,9 +116,15 @@ def _refuse_settings(shared: Arguments, chosen: CompareSettings, config: PreTrai
                 job = checked(settings, CPU, config)
                 check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
             except UserError as error:
-                mistakes.append(str(error))
+                mistakes[method] = str(error)
         if len(mistakes) == len(chosen.methods):
-            raise UserError(mistakes[0])
+            raise UserError(next(iter(mistakes.values())))
+        found += [f"{method}, {_named(grids)}: {mistake}" for method, mistake in mistakes.items()]
+    return found
+
+
+def _named(grids: int | str) -> str:
+    return f"{grids} bits" if isinstance(grids, int) else grids
 
 
 def _chosen(given: Arguments) -> CompareSettings:
@@ -196,11 +204,10 @@ def _run_cells(
 
 def _result(cell: Cell) -> str:
     """Return in one line what a cell has measured, and how long it took."""
-    grids = f"{cell.grids} bits" if isinstance(cell.grids, int) else cell.grids
     metrics = cell.metrics or {}
     texts = [f"{text} {value:.3f}" for text, value in metrics["perplexity"].get("quantized", {}).items()]
     measured = f"perplexity {', '.join(texts)}, " if texts else ""
-    return f"{cell.method}, {grids}: {measured}{metrics['seconds']['quantization']:.0f} s"
+    return f"{cell.method}, {_named(cell.grids)}: {measured}{metrics['seconds']['quantization']:.0f} s"
 
 
 def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:

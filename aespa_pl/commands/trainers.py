@@ -266,8 +266,7 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
             "epoch: remove it, or lower quantization.tuning.blocks.epochs and "
             "quantization.tuning.model.epochs instead"
         )
-    if (devices := trainer.world_size) == 1:
-        return
+    devices = trainer.world_size
     last = World(devices - 1, devices)  # has the fewest
     fewest = len(last.segments(torch.empty(work.segments, 0), work.batch_size))
     if not fewest:

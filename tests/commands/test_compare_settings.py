@@ -51,13 +51,28 @@ def test_settings_that_no_cell_can_have_leave_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_that_one_method_cannot_have_are_said_of_its_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_settings_that_one_method_cannot_have_are_said_before_the_first_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("aespa_pl.commands.compare.in_process", lambda _, words: f"not run: {len(words)}")
     with pytest.raises(EndedError, match=r"^2 of 2 cells have failed"):
         compared("--compare.formats=[Q4_0]", "--compare.methods=[omniquant, rtn]")
+    said = capsys.readouterr().out.split("cell 1 of 2")[0].splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("This will fail: omniquant, Q4_0: quantization.format is Q4_0, whose types")
+
+
+def test_too_few_segments_for_one_method_are_said_before_the_first_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("aespa_pl.commands.compare.in_process", lambda *_: "not run")
+    with pytest.raises(EndedError):
+        compared(
+            "--compare.methods=[rtn, aespa-tuned]", "--compare.bits=[3]", "--data.calibration.segments=1"
+        )
+    assert capsys.readouterr().out.startswith("This will fail: aespa-tuned, 3 bits: tuning: 1 calibration")
 
 
 def test_the_reason_of_a_failed_cell_is_said_once_behind_its_warnings(
