@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-LONGEST = 120.0
+LONGEST = 300.0
 """Seconds after which a command is killed, whatever it does."""
 
 
