@@ -1,4 +1,4 @@
-"""Settings that no cell can have are refused once, before the first cell; those of one method are its own."""
+"""Settings that no cell can have are refused, and those that one method can not are said, before the first cell."""
 
 from pathlib import Path
 
