@@ -1,4 +1,4 @@
-"""Settings that no cell can have are refused, and those that one method can not are said, before the first cell."""
+"""Before the first cell, settings that no cell can have are refused; those of one method are said."""
 
 from pathlib import Path
 
