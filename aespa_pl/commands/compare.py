@@ -88,10 +88,10 @@ def _refuse_other_grids(given: Arguments, chosen: CompareSettings) -> None:
     auto, words = AUTO in chosen.formats, {option.key: option.value for option in given.options}
     ignored = [f"{SECTION}.bits", "quantization.format", *([] if auto else ["quantization.target"])]
     for key in ignored:
-        if (value := words.get(key)) not in (None, "null", UNIFORM):
+        if (word := words.get(key)) not in (None, "null", UNIFORM):
             needs = f" (a target needs {AUTO} among them)" if key.endswith("target") else ""
             raise UserError(
-                f"{key} is {value}, but {SECTION}.formats says what the grids of all cells are{needs}: leave "
+                f"{key} is {word}, but {SECTION}.formats says what the grids of all cells are{needs}: leave "
                 "one of them out"
             )
     if auto and given.setting("quantization.target", "null") == "null":
