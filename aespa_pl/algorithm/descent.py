@@ -197,22 +197,24 @@ class _Units:
 
         It returns what their moves add to the objective of each head.
         """
-        of_all, G = G[:, rows], G[:, rows, rows]
-        relative, gained = (G / _diagonal(G)[..., None]).tril(-1), G.new_zeros(len(G))
+        R, of_all, G = self.R[:, rows], G[:, rows], G[:, rows, rows]
+        relative = below = (G / _diagonal(G)[..., None]).tril(-1)
+        gained, width = G.new_zeros(len(G)), R.shape[-1] // self.grid.scale.shape[-1]
         for window in self._windows():
             ahead = slice(window[0][0].start, window[-1][0].stop)
             P = of_all @ self.R[..., ahead]  # a product for each tile would take as long
-            before, delta = P.clone(), torch.zeros_like(P)
+            before, moved = P.clone(), list[Tensor]()
             for here, effects in window:
                 some = slice(here.start - ahead.start, here.stop - ahead.start)
-                # the same in all columns of a group, as zeta is the same in all rows
-                step = self.step[:, rows, here.start]
-                below = relative * step[:, None] / step[..., None]
+                if here.start % width == 0:  # the same in all columns of a group, as zeta is in all rows
+                    step = self.step[:, rows, here.start]
+                    below = relative * step[:, None] / step[..., None]
                 moves = find_coupled_moves(self._tile(rows, here, P[..., some]), effects[0], below, asks=asks)
-                delta[..., some] = self._move(rows, here, moves)
-                P.baddbmm_(G, times(delta[..., some], self.H[:, here, ahead]))
-            self.R[:, rows] += times(delta, self.H[:, ahead])
-            gained += (delta * (before + P)).flatten(1).sum(-1)
+                moved.append(self._move(rows, here, moves))
+                P.baddbmm_(G, times(moved[-1], self.H[:, here, ahead]))
+            delta = torch.cat(moved, -1)
+            R += times(delta, self.H[:, ahead])
+            gained += (delta * (before + P)).sum((1, 2))
         return gained
 
     def _windows(self) -> Iterator[list[Columns]]:
