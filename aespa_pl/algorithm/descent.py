@@ -218,7 +218,7 @@ class _Units:
         return gained
 
     def _windows(self) -> Iterator[list[Columns]]:
-        """Yield the tiles of ``AHEAD`` columns after the other."""
+        """Yield the tiles in order: at a time as many as have ``AHEAD`` columns at most, or one."""
         window: list[Columns] = []
         for tile in self.tiles:
             if window and tile[0].stop - window[0][0].start > AHEAD:
