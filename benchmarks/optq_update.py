@@ -3,9 +3,9 @@
 python benchmarks/optq_update.py --model opt-125m
 python benchmarks/optq_update.py --model llama-7b --rows 256        # fewer rows of each matrix
 
-*plain* visits column after column and updates all columns to come at once, a whole matrix for each; the
-inverse of H is the same in both, and in both times. *factor* is what it takes alone. Random weights and
-Hessians (``shapes.py``). Medians.
+*plain* is the update as its paper has it: the inverse of H and its factor, then column after column, each of
+which updates all columns to come. *factor* is what our factor takes alone. Random weights and Hessians
+(``shapes.py``). Medians.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from report import median_of_each
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.hessian import inverse_factor
+from aespa_pl.algorithm.hessian import unit_factor
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 
@@ -53,9 +53,9 @@ def main(options: ProjectionOptions) -> None:
 
 
 def factor_each(H: Tensor) -> None:
-    """Factor the inverse of each Hessian, and nothing else."""
+    """Factor each Hessian, and nothing else."""
     for single in H:
-        inverse_factor(single[None])
+        unit_factor(single[None])
 
 
 def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,8 @@ def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     for h in range(H.shape[0]):
         heads = slice(None) if H.shape[0] == 1 else slice(h, h + 1)
         order = H[h].diagonal().argsort(descending=True)
-        U = inverse_factor(H[h][order][:, order][None])[0][0]
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[h][order][:, order]))
+        U = torch.linalg.cholesky(inverse, upper=True)
         pending = W[heads][..., order].flatten(0, 1)
         s, z = step[heads][..., order].flatten(0, 1), zero[heads][..., order].flatten(0, 1)
         found = torch.empty_like(pending)

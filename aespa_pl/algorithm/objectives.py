@@ -87,8 +87,15 @@ def reconstruction_loss(
     G: Float[Tensor, "heads rows rows"] | None = None,
 ) -> Float[Tensor, "heads separable"]:
     """Return ``tr(G dW H dW^T)`` in its independent parts: rows, or with G, which couples rows, heads."""
-    parts = (dW * error_product(dW, H, G)).sum(-1)  # [heads, rows]
-    return parts if G is None else parts.sum(-1, keepdim=True)
+    return loss_of(dW, error_product(dW, H, G), coupled=G is not None)
+
+
+def loss_of(
+    dW: Float[Tensor, "heads rows d_in"], product: Float[Tensor, "heads rows d_in"], *, coupled: bool
+) -> Float[Tensor, "heads separable"]:
+    """Return the reconstruction loss from its ``error_product``, where rows are ``coupled`` by G or not."""
+    parts = (dW * product).sum(-1)  # [heads, rows]
+    return parts.sum(-1, keepdim=True) if coupled else parts
 
 
 def keep_better(

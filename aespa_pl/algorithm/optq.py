@@ -12,16 +12,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import Integers, nearest_to
-from aespa_pl.algorithm.hessian import inverse_factor
+from aespa_pl.algorithm.hessian import unit_factor
 from aespa_pl.algorithm.quantizer import Grid, dequantize, split_zero
 from aespa_pl.algorithm.workspace import chunk_elements
 
-LAZY_COLUMNS = 128
-"""Columns whose updates reach the rest of the matrix together (lazy batch updates)."""
+LAZY_COLUMNS, LAZY_PART = 128, 16
+"""Columns that take the errors of all before them together, and how many of these do again."""
 CPU_CHUNK = 2**22
 """Number of elements of the Hessians that each thread factors at once."""
 ACCELERATOR_CHUNK = 2**28
-"""The same number on an accelerator, where four matrices of that size, 1 GB each, exist meanwhile."""
+"""The same number on an accelerator, where two matrices of that size, 1 GB each, exist meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FactoredColumns:
 
     order: Int[Tensor, "heads d_in"]
     upper: Float[Tensor, "heads d_in d_in"]
-    """U with ``U^T U = H^-1``, of H in this order."""
+    """C with ``H = C D C^T``, of H in this order."""
     added: Float[Tensor, " heads"]
     """Extra damping that the factorization took."""
 
@@ -64,34 +64,30 @@ def update_rows(
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
     """Round row after row of every head, and compensate in the rows to come.
 
-    With ``U^T U = G^-1`` and the row ``w_i`` as it was before its first column was rounded to ``q_i``, row
-    k > i moves by ``- (w_i - q_i) U_ik / U_ii``: the sum of OPTQ's updates over the columns of row i.
+    With ``G = C D C^T`` row i is rounded as ``w_i - sum_k C_ki (q_k - w_k)`` over the rows k before it.
 
     It returns what ``update_weights`` does; the extra damping is the largest that H and G took. This is BoA
     ("BoA: Attention-aware Post-training Quantization without Backpropagation", arXiv 2406.13474). The Hessian
-    of the loss ``tr(G dW H dW^T)`` is the Kronecker product of ``G`` and ``H``, and so is the factor of its
-    inverse: errors are compensated in a row's own later columns through H, and in later rows through both.
+    of the loss ``tr(G dW H dW^T)`` is the Kronecker product of ``G`` and ``H``, and so is its factor: errors
+    are compensated in a row's own later columns through H, and in later rows through both.
     """
     # a head whose keys or queries are all 0 has no loss that integers could change
-    U, added = inverse_factor(G + torch.diag_embed((G.diagonal(dim1=1, dim2=2) == 0).to(G.dtype)))
+    C, added = unit_factor(G + torch.diag_embed((G.diagonal(dim1=1, dim2=2) == 0).to(G.dtype)))
     columns = factor_columns(H)
-    pending, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
+    target, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
     for i in range(W.shape[1]):
         row = slice(i, i + 1)
         of_row = grid.merged(itemgetter((slice(None), row)))
-        visited[:, row], integers[:, row] = round_columns(pending[:, row], columns, of_row)
-        # before the row's own compensation: that moved the error to later columns, it didn't undo it
-        lost = pending[:, row] - dequantize(integers[:, row], of_row)  # [heads, 1, d_in]
-        ratio = (U[:, i, i + 1 :] / U[:, i, i, None])[..., None]  # [heads, later rows, 1]
-        pending[:, i + 1 :] -= ratio * lost
+        visited[:, row], integers[:, row] = round_columns(target[:, row], columns, of_row)
+        error = dequantize(integers[:, row], of_row) - W[:, row]  # [heads, 1, d_in]
+        target[:, i + 1 :] -= C[:, i, i + 1 :, None] * error
     return visited, integers, torch.maximum(columns.added, added.max())
 
 
 def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
-    """Order the columns by decreasing ``H_jj``, and factor the inverse."""
+    """Order the columns by decreasing ``H_jj``, and factor H."""
     order = H.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-    by_row = order[:, :, None].expand(H.shape)
-    return FactoredColumns(order, *inverse_factor(H.gather(1, by_row).gather(2, by_row.transpose(1, 2))))
+    return FactoredColumns(order, *unit_factor(H, order))
 
 
 def factored_for_all(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns | None:
@@ -107,37 +103,43 @@ def _heads_at_once(H: Tensor) -> int:
 def round_columns(
     W: Float[Tensor, "heads rows d_in"], factored: FactoredColumns, grid: Grid
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"]]:
-    """Return each weight as it was about to be rounded, and its integer."""
-    heads, rows, d_in = W.shape
-    columns = factored.order[:, None].expand(heads, rows, d_in)
-    U, pending = factored.upper, W.gather(2, columns)
-    step, zero = (x.gather(2, columns) for x in (grid.step(), grid.zero()))
-    integers = torch.empty_like(pending)
+    """Return each weight as it was about to be rounded, and its integer.
+
+    Column j is rounded as ``w_j - sum_k (q_k - w_k) C_kj`` over the columns k before it. That is what OPTQ's
+    updates ``w_j - (w_k - q_k) U_kj / U_kk`` with ``U^T U = H^-1`` make of it, without the inverse.
+    """
+    heads, _, d_in = W.shape
+    head, order, C = torch.arange(heads, device=W.device)[:, None], factored.order, factored.upper
+    # columns lie one after the other in memory: one of a wide matrix would touch a page for each of its rows
+    by_column, scale, zero = (x.mT.contiguous() for x in (W, grid.scale, grid.zero_point))
+    group = order // (d_in // scale.shape[1])
+    visited, integers, errors = (torch.empty_like(by_column) for _ in range(3))
     for start in range(0, d_in, LAZY_COLUMNS):
-        here, later = slice(start, start + LAZY_COLUMNS), slice(start + LAZY_COLUMNS, None)
-        parts = (pending[..., here], step[..., here], zero[..., here], U[:, here, here])
-        integers[..., here], errors = _round_lazily(*parts, grid.integers)
-        pending[..., later] -= errors @ U[:, here, later]
-    back = factored.order.argsort(-1)[:, None].expand(heads, rows, d_in)
-    return pending.gather(2, back), integers.gather(2, back)
+        here = slice(start, start + LAZY_COLUMNS)
+        columns, groups = order[:, here], group[:, here]
+        target = w = by_column[head, columns]  # [heads, columns, rows]
+        if start:
+            target = w - C[:, :start, here].mT @ errors[:, :start]
+        steps = scale[head, groups] * grid.zeta[columns][..., None], zero[head, groups]
+        target, q, errors[:, here] = _round_lazily(target, w, steps, C[:, here, here], grid.integers)
+        visited[head, columns], integers[head, columns] = target, q
+    del by_column, errors
+    return visited.mT.contiguous(), integers.mT.contiguous()
 
 
 def _round_lazily(
-    pending: Tensor, step: Tensor, zero: Tensor, U: Tensor, allowed: Integers
-) -> tuple[Tensor, Tensor]:
-    """Compensate within these columns, in place; return their integers and the errors to compensate.
-
-    Columns lie one after the other in memory meanwhile: a column of a wide matrix touches a page for each of
-    its rows.
-    """
-    w, s, z = (x.mT.contiguous() for x in (pending, step, zero))
-    integers, errors = torch.empty_like(w), torch.empty_like(w)
-    whole, rest = split_zero(z)
+    target: Tensor, w: Tensor, steps: tuple[Tensor, Tensor], C: Tensor, allowed: Integers
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compensate within these columns; return them as they were rounded, their integers and errors."""
+    step, zero = steps
+    target, integers, errors = target.clone(), torch.empty_like(w), torch.empty_like(w)
+    whole, rest = split_zero(zero)
     for j in range(w.shape[1]):
-        q = nearest_to(w[:, j] / s[:, j], (whole[:, j], rest[:, j]), allowed)
-        error = (w[:, j] - s[:, j] * (q - z[:, j])) / U[:, j, j, None]
-        # Column j itself must stay as it was about to be rounded.
-        w[:, j + 1 :] -= U[:, j, j + 1 :, None] * error[:, None]
-        errors[:, j], integers[:, j] = error, q
-    pending.copy_(w.mT)
-    return integers.mT, errors.mT.contiguous()
+        last = j - j % LAZY_PART + LAZY_PART
+        if j and j % LAZY_PART == 0:
+            target[:, j:last] -= C[:, :j, j:last].mT @ errors[:, :j]
+        q = nearest_to(target[:, j] / step[:, j], (whole[:, j], rest[:, j]), allowed)
+        errors[:, j] = error = step[:, j] * (q - zero[:, j]) - w[:, j]
+        target[:, j + 1 : last] -= C[:, j, j + 1 : last, None] * error[:, None]
+        integers[:, j] = q
+    return target, integers, errors

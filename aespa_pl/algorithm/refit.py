@@ -22,12 +22,14 @@ from torch import Tensor
 
 from aespa_pl.algorithm.grid import Parabola, min_max_grid
 from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
-from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.objectives import error_product, loss_of
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.tile import LARGE_HEAD, times
 
 COUPLED_ROWS = 16
 """Rows of a large head that G couples and that move at once."""
+AHEAD = 128
+"""Columns whose moves reach the others with one product."""
 REFITS = 2
 """Times that the grid of a matrix without statistics is fitted to the integers, and these rounded again."""
 
@@ -44,7 +46,7 @@ def rounded_rows(W: Float[Tensor, "rows d_in"], kind: GridType) -> TypedWeight:
     grid: Grid = min_max_grid(values, zeta, GridFormat.of(kind)).in_half(factor)
     q = quantize(values, grid)
     for _ in range(REFITS):
-        grid = refit(q, values, grid, H, row_factor=factor)
+        grid, _ = refit(q, values, grid, H, row_factor=factor)
         q = quantize(values, grid)
     if grid.factors is None:
         raise ValueError(f"{kind.name} makes no grid")
@@ -60,19 +62,22 @@ def refit(
     G: Float[Tensor, "heads rows rows"] | None = None,
     *,
     row_factor: Float[Tensor, "heads rows"],
-) -> Grid:
-    """Return a grid of the same type on which the integers, which stay, have a loss that is not higher.
+) -> tuple[Grid, Float[Tensor, "heads separable"]]:
+    """Return a grid of the same type on which the integers, which stay, lose less or as much; and the loss.
 
-    H is damped. The ``row_factor`` is what d and d_min of each row are stored with.
+    H is damped. The ``row_factor`` is what d and d_min of each row are stored with. A uniform grid has
+    nothing to fit, and raises ValueError.
     """
     factors = grid.factors
     if factors is None:
-        return grid
-    dW = dequantize(integers, grid) - W
-    before = reconstruction_loss(dW, H, G)
+        raise ValueError("a uniform grid has no sub-scales to fit")
+    dW, coupled = dequantize(integers, grid) - W, G is not None
+    R = error_product(dW, H)
+    before = loss_of(dW, R if G is None else G @ R, coupled=coupled)
+    del dW
     found = factors.merged(torch.clone)
     # integers of a byte have no negative numbers
-    x, R = (integers.to(W.dtype) - factors.kind.offset) * grid.zeta, times(dW, H)
+    x = (integers.to(W.dtype) - factors.kind.offset) * grid.zeta
     if G is None:
         one = torch.ones_like(R[..., :1])
         _Rows(found, x, grid.zeta, H, one, R, R, row_factor[..., None]).visit()
@@ -85,8 +90,11 @@ def refit(
             bound = G[:, some, some].abs().sum(-1, keepdim=True)
             _Rows(own, x[:, some], grid.zeta, H, bound, R[:, some], P, factor).visit()
     moved = Grid.of(found, grid.zeta)
-    better = (reconstruction_loss(dequantize(integers, moved) - W, H, G) < before)[..., None]
-    return Grid.of(found.merged(lambda x, y: torch.where(better, x, y), factors), grid.zeta)
+    dW = dequantize(integers, moved) - W
+    after = loss_of(dW, R if G is None else G @ R, coupled=coupled)
+    better = after < before
+    found = found.merged(lambda x, y: torch.where(better[..., None], x, y), factors)
+    return Grid.of(found, grid.zeta), torch.where(better, after, before)
 
 
 @dataclass(frozen=True)
@@ -107,16 +115,46 @@ class _Rows:
     row_factor: Float[Tensor, "heads rows 1"]
 
     def visit(self) -> None:
-        """Visit each group of each block, and the block after its groups."""
-        kind, d_in = self.factors.kind, self.x.shape[-1]
-        for block, start in enumerate(range(0, d_in, kind.block)):
-            stop = min(start + kind.block, d_in)
+        """Visit some columns after the other; their moves reach all others together."""
+        f, d_in = self.factors, self.x.shape[-1]
+        size = max(AHEAD // f.kind.block, 1) * f.kind.block
+        for first in range(0, d_in, size):
+            columns = slice(first, min(first + size, d_in))
+            groups, blocks = (slice(first // n, -(-columns.stop // n)) for n in (f.kind.group, f.kind.block))
+            own = Factors(f.kind, f.d[..., blocks], f.a[..., groups], f.d_min[..., blocks], f.c[..., groups])
+            x, P, H = self.x[..., columns], self.P[..., columns].clone(), self.H[:, columns]
+            window = _Window(own, x, self.zeta[columns], H[..., columns], self.g, P, self.row_factor)
+            change = times(window.visit(), H)
+            self.R.add_(change)
+            if self.P is not self.R:
+                self.P.addcmul_(self.g, change)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Holds columns of such rows that move one after the other; a visit changes factors and P in place."""
+
+    factors: Factors
+    x: Float[Tensor, "heads rows columns"]
+    zeta: Float[Tensor, " columns"]
+    H: Float[Tensor, "#heads columns columns"]
+    g: Float[Tensor, "heads rows 1"]
+    P: Float[Tensor, "heads rows columns"]
+    row_factor: Float[Tensor, "heads rows 1"]
+
+    def visit(self) -> Float[Tensor, "heads rows columns"]:
+        """Visit each group of each block, and the block after its groups; return the moves of weights."""
+        kind, columns = self.factors.kind, self.x.shape[-1]
+        moves = torch.zeros_like(self.x)
+        for block, start in enumerate(range(0, columns, kind.block)):
+            stop = min(start + kind.block, columns)
             if kind.has_integers:  # otherwise a group has nothing of its own
                 for first in range(start, stop, kind.group):
-                    self._move_group(slice(first, first + kind.group), block, first // kind.group)
-            self._move_block(slice(start, stop), block)
+                    self._move_group(slice(first, first + kind.group), block, first // kind.group, moves)
+            self._move_block(slice(start, stop), block, moves)
+        return moves
 
-    def _move_group(self, columns: slice, block: int, group: int) -> None:
+    def _move_group(self, columns: slice, block: int, group: int, moves: Tensor) -> None:
         f, y = self.factors, self.zeta[columns].expand_as(self.x[..., columns])
         a, c = f.a[..., group, None], f.c[..., group, None]
         d, d_min = f.d[..., block, None], f.d_min[..., block, None]
@@ -129,11 +167,11 @@ class _Rows:
             beside = (c + change.lowest_minimum(dS) / d_min).round_().clamp_(*f.kind.minimums)
         best = change.at(dS, (beside - c) * d_min).argmin(-1, keepdim=True)
         dS, beside = dS.gather(-1, best), beside.gather(-1, best)
-        self._move(columns, dS * self.x[..., columns] - (beside - c) * d_min * y)
+        self._move(columns, dS * self.x[..., columns] - (beside - c) * d_min * y, moves)
         f.a[..., group, None] = tried[best]
         f.c[..., group, None] = beside
 
-    def _move_block(self, columns: slice, block: int) -> None:
+    def _move_block(self, columns: slice, block: int, moves: Tensor) -> None:
         f, size = self.factors, self.factors.kind.group
         groups = slice(columns.start // size, columns.stop // size)
         a, c = (value[..., groups].repeat_interleave(size, -1) for value in (f.a, f.c))
@@ -144,7 +182,7 @@ class _Rows:
         dM = round_to_half((d_min + change.lowest_minimum(dS)) * self.row_factor) / self.row_factor - d_min
         lower = change.at(dS, dM) < 0
         dS, dM = torch.where(lower, dS, 0), torch.where(lower, dM, 0)
-        self._move(columns, dS * x - dM * y)
+        self._move(columns, dS * x - dM * y, moves)
         d += dS  # these are views
         d_min += dM
 
@@ -160,8 +198,6 @@ class _Rows:
         B, C, E = (product.sum(-1, keepdim=True) for product in products)
         return Parabola(of_x[0], B, C, of_x[1], E)
 
-    def _move(self, columns: slice, delta: Tensor) -> None:
-        change = times(delta, self.H[:, columns])
-        self.R.add_(change)
-        if self.P is not self.R:
-            self.P.addcmul_(self.g, change)
+    def _move(self, columns: slice, delta: Tensor, moves: Tensor) -> None:
+        moves[..., columns] += delta
+        self.P.addcmul_(self.g, times(delta, self.H[:, columns]))

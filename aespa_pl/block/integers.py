@@ -51,9 +51,9 @@ def updated_rows(part: Rows, *, rows: bool = False) -> tuple[Tensor, Tensor, Gri
         update_on = partial(update_weights, W, H, factored=factored)
     updated, integers, added = update_on(grid)
     for _ in range(REFITS if grid.factors is not None else 0):
-        grid = refit(integers, W, grid, H, G, row_factor=part.row_factor)
+        grid, before = refit(integers, W, grid, H, G, row_factor=part.row_factor)
         again, q, _ = update_on(grid)
-        before, after = (reconstruction_loss(dequantize(i, grid) - W, H, G) for i in (integers, q))
+        after = reconstruction_loss(dequantize(q, grid) - W, H, G)
         integers = keep_better(integers, before, q, after)
         updated = keep_better(updated, before, again, after)
     return updated, integers, grid, added
@@ -109,7 +109,7 @@ def descend_rows(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple
     W, H, G, grid = rows.weight, rows.hessian, rows.other_side, rows.grid
     found = descend(rows.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
     for _ in range(REFITS if grid.factors is not None else 0):
-        grid = refit(found.integers, W, grid, H, G, row_factor=rows.row_factor)
+        grid, _ = refit(found.integers, W, grid, H, G, row_factor=rows.row_factor)
         more = descend(found.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
         losses = torch.cat([found.losses, more.losses[:, 1:]], 1)
         found = Descent(more.integers, found.passes + more.passes, found.loss_before, losses)

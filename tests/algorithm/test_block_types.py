@@ -127,11 +127,12 @@ def test_refit_lowers_the_loss_and_keeps_what_the_type_stores(
     zeta, factor = torch.rand(256) + 0.5, torch.rand(2, ROWS) + 0.5
     grid = search_grid(W, H, zeta, GridFormat.of(kind))[0].in_half(factor)
     _, integers, _ = update_weights(W, H, grid)
-    moved = refit(integers, W, grid, H, G, row_factor=factor)
-    of_bytes = refit(integers.to(torch.uint8), W, grid, H, G, row_factor=factor)  # as the descent has them
+    moved, left = refit(integers, W, grid, H, G, row_factor=factor)
+    of_bytes, _ = refit(integers.to(torch.uint8), W, grid, H, G, row_factor=factor)  # as the descent has them
     assert torch.equal(dequantize(integers, of_bytes), dequantize(integers, moved))
     before, after = loss(integers, W, grid, H, G), loss(integers, W, moved, H, G)
     assert bool((after < before).all())
+    torch.testing.assert_close(left.sum(-1).double(), after, rtol=1e-4, atol=0)
     assert moved.factors is not None
     f = moved.factors
     for d in (f.d, f.d_min):
@@ -151,7 +152,7 @@ def test_refit_finds_the_best_scale_of_a_group() -> None:
     ones = torch.ones(1, ROWS)
     grid = search_grid(W, H, torch.ones(16), GridFormat.of(kind))[0].in_half(ones)
     integers = quantize(W, grid)
-    moved = refit(integers, W, grid, H, row_factor=ones)
+    moved, _ = refit(integers, W, grid, H, row_factor=ones)
     assert grid.factors is not None
     for row in range(ROWS):
         d, d_min = (float(x[0, row, 0]) for x in (grid.factors.d, grid.factors.d_min))

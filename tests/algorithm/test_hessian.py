@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import (
-    corrected_weights,
-    damp,
-    damping_for,
-    inverse_factor,
-    remaining_variances,
-)
+from aespa_pl.algorithm.hessian import corrected_weights, damp, damping_for, remaining_variances, unit_factor
 from aespa_pl.errors import NumericalError
 
 
@@ -65,17 +59,32 @@ def test_damping_leaves_its_argument_alone() -> None:
     assert torch.equal(H, before)
 
 
-def test_factor_gives_the_inverse() -> None:
+def whole(C: Tensor, D: Tensor) -> Tensor:
+    return C @ torch.diag_embed(D) @ C.mT
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_factors_make_the_hessian_in_its_order(ordered: bool) -> None:
     H = hessian(heads=3)
-    U, added = inverse_factor(H)
+    order = torch.stack([torch.randperm(6) for _ in range(3)]) if ordered else torch.arange(6).expand(3, 6)
+    C, added = unit_factor(H, order if ordered else None)
     assert torch.equal(added, torch.zeros(3, dtype=H.dtype))
-    torch.testing.assert_close(U.transpose(1, 2) @ U, torch.linalg.inv(H))
-    assert torch.equal(U, U.triu())
+    assert torch.equal(C, C.triu())
+    for head in range(3):
+        one = H[head][order[head]][:, order[head]]
+        torch.testing.assert_close(whole(C[head], remaining_variances(one)), one)
+
+
+def test_factor_has_the_error_of_the_next_input_that_costs_least() -> None:
+    H, errors = hessian()[0], torch.randn(3, dtype=torch.float64)
+    C, _ = unit_factor(H[None])
+    best = -torch.linalg.solve(H[3:, 3:], H[3:, :3] @ errors)  # of all inputs to come
+    torch.testing.assert_close(-errors @ C[0, :3, 3], best[0])
 
 
 def test_a_singular_hessian_gets_more_damping_and_says_how_much() -> None:
     x = torch.randn(1, 6, 1)
-    _, added = inverse_factor(x @ x.transpose(1, 2) - 0.05 * torch.eye(6))
+    _, added = unit_factor(x @ x.transpose(1, 2) - 0.05 * torch.eye(6))
     assert float(added) >= 0.01
 
 
@@ -87,39 +96,39 @@ def test_extra_damping_is_the_first_power_of_ten_that_helps_times_each_heads_mea
     vectors = torch.linalg.eigh(H[0]).eigenvectors
     values = torch.tensor([lowest, 1, 1, 1, 1, 1], dtype=torch.float64)
     H[0] = vectors @ torch.diag(values * 6 / values.sum()) @ vectors.T  # mean diagonal 1
-    U, added = inverse_factor(H)
+    C, added = unit_factor(H)
     assert added.tolist() == pytest.approx([expected, 0])
     for head in range(2):
         mean = sum(float(H[head, j, j]) for j in range(6)) / 6
         damped = H[head] + float(added[head]) * mean * torch.eye(6, dtype=H.dtype)
-        torch.testing.assert_close(U[head].T @ U[head] @ damped, torch.eye(6, dtype=H.dtype))
+        torch.testing.assert_close(whole(C[head], remaining_variances(damped)), damped)
 
 
 def test_a_hessian_beyond_help_is_an_error() -> None:
     with pytest.raises(NumericalError, match="cannot be factored"):
-        inverse_factor(torch.full((1, 3, 3), torch.nan))
+        unit_factor(torch.full((1, 3, 3), torch.nan))
 
 
 def test_a_matrix_whose_factor_has_a_zero_on_its_diagonal_is_damped() -> None:
     H = torch.diag(torch.tensor([1.0, 0.0, 2.0]))[None]
-    U, added = inverse_factor(H)
+    C, added = unit_factor(H)
     assert added.tolist() == pytest.approx([0.01])
-    expected = torch.linalg.inv(H + 0.01 * torch.eye(3))
-    torch.testing.assert_close(U.mT @ U, expected)
+    torch.testing.assert_close(C, torch.eye(3)[None])
+    torch.testing.assert_close(remaining_variances(H[0]), torch.tensor([1.01, 0.01, 2.01]))
 
 
 def test_a_head_that_cannot_be_factored_leaves_the_heads_beside_it_alone() -> None:
     H = hessian(heads=3)
     H[1] -= 1.05 * torch.linalg.eigvalsh(H[1]).min() * torch.eye(6, dtype=H.dtype)
     B = torch.randn(3, 4, 6, dtype=H.dtype)
-    U, added = inverse_factor(H)
+    C, added = unit_factor(H)
     solved, also_added = corrected_weights(torch.zeros_like(B), B, H, 1.0)
     assert added[1] > 0
     assert also_added[1] > 0
     for head in (0, 2):
         alone = H[head : head + 1]
         assert added[head] == also_added[head] == 0
-        assert torch.equal(U[head], inverse_factor(alone)[0][0])
+        assert torch.equal(C[head], unit_factor(alone)[0][0])
         torch.testing.assert_close(solved[head] @ H[head], B[head])
 
 
@@ -127,8 +136,6 @@ def test_remaining_variances_are_those_of_a_regression_on_later_inputs() -> None
     H = hessian()[0]
     expected = [1 / torch.linalg.inv(H[j:, j:])[0, 0] for j in range(len(H))]
     torch.testing.assert_close(remaining_variances(H), torch.stack(expected))
-    U, _ = inverse_factor(H[None])
-    torch.testing.assert_close(remaining_variances(H), U[0].diagonal() ** -2)
 
 
 def test_remaining_variances_of_a_singular_hessian_are_damped() -> None:
