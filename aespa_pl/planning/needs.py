@@ -17,13 +17,13 @@ from aespa_pl.settings import QuantizationSettings
 LEARNED_BYTES = 7 * FLOAT + 4
 """Bytes of a weight that is learned: the weight, its base and gain, the rounding variable with gradient and
 two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
-FACTORED = 4
-"""Number of matrices of a Hessian's size that exist while OPTQ factors it: H in the order of the columns, its
-factor, the inverse and the inverse's factor."""
+FACTORED = 2
+"""Number of matrices of a Hessian's size that exist while OPTQ factors it: H in the reversed order of the
+columns and its factor."""
 KEPT_BYTES = FLOAT + 1
 """Bytes of a weight that is not learned: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
-"""Bytes of a weight that OPTQ works on: pending and visited weight, step, zero point and integer."""
+"""Bytes of a weight that OPTQ works on: it, visited and in another layout, its error and its integer."""
 PROCESS_BYTES = 730_000_000
 """Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
 mapped libraries were measured; the rest is for the model's mapped files."""
