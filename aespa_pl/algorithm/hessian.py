@@ -112,7 +112,8 @@ def _reversed_cholesky(H: Tensor, order: Tensor | None = None) -> tuple[Tensor, 
         heads, last = torch.arange(len(H), device=H.device)[:, None, None], order.flip(1)
         backwards = H[heads, last[:, :, None], last[:, None]]
     lower, failed = torch.linalg.cholesky_ex(backwards)
-    return lower, (failed == 0) & torch.isfinite(lower).flatten(1).all(1)
+    # what is not finite in a row is not finite on its diagonal
+    return lower, (failed == 0) & torch.isfinite(lower.diagonal(dim1=1, dim2=2)).all(1)
 
 
 def _damped(H: Tensor, added: Tensor) -> Tensor:

@@ -161,7 +161,8 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     polished = POLISH_BYTES * max(largest, coupled) + FLOAT * with_g if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
     learned = sum(m.size for m in shape.learned(settings))
-    optq_bytes = steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored
+    factor = FLOAT * factored
+    optq_bytes = steady + rounded + FLOAT * weights + max(FACTORED * factor, factor + OPTQ_BYTES * largest)
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
         "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),
