@@ -24,6 +24,8 @@ KEPT_BYTES = FLOAT + 1
 """Bytes of a weight that is not learned: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
 """Bytes of a weight that OPTQ works on: it, visited and in another layout, its error and its integer."""
+REFIT_BYTES = 16 * FLOAT
+"""The same with a block type, as measured: also what was found before, and the refit's products."""
 PROCESS_BYTES = 730_000_000
 """Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
 mapped libraries were measured; the rest is for the model's mapped files."""
@@ -161,8 +163,8 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     polished = POLISH_BYTES * max(largest, coupled) + FLOAT * with_g if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
     learned = sum(m.size for m in shape.learned(settings))
-    factor = FLOAT * factored
-    optq_bytes = steady + rounded + FLOAT * weights + max(FACTORED * factor, factor + OPTQ_BYTES * largest)
+    factor, optq_weight = FLOAT * factored, OPTQ_BYTES if settings.format == "uniform" else REFIT_BYTES
+    optq_bytes = steady + rounded + FLOAT * weights + max(FACTORED * factor, factor + optq_weight * largest)
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
         "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),

@@ -115,13 +115,21 @@ def test_accelerators_need_more_workspace() -> None:
 
 
 def test_optq_factors_as_many_heads_as_fit_a_chunk() -> None:
-    """LLaMA-7B: 16 of 32 heads at once on an accelerator, none but one on a CPU."""
+    """LLaMA-7B: 16 heads on an accelerator, two matrices each; on a CPU one, and five numbers a weight."""
     heads, d = 32, 4096
     layout = replace(shape().layout, heads=heads, key_value_heads=heads)
     matrices = tuple(replace(m, columns=d, rows=d) for m in shape().matrices)
     s = replace(shape(), layout=layout, matrices=matrices, hidden=d)
     one, other = (device_bytes(s, WORK, PAPER, accelerator=yes)["OPTQ"] for yes in (False, True))
-    assert other - one == 2 * 4 * (16 - 1) * d**2
+    assert other - one == 4 * (2 * 16 - (1 + 5)) * d**2
+
+
+def test_optq_takes_more_where_sub_scales_are_fitted_again() -> None:
+    uniform, typed = (
+        device_bytes(shape(), WORK, resolved(QuantizationSettings(method="aespa-fast", format=name)))
+        for name in ("uniform", "Q4_K")
+    )
+    assert typed["OPTQ"] - uniform["OPTQ"] == (16 - 5) * 4 * max(m.size for m in shape().matrices)
 
 
 def test_grids_of_groups_need_memory_for_their_candidates() -> None:
