@@ -145,6 +145,27 @@ def test_refit_lowers_the_loss_and_keeps_what_the_type_stores(
     assert not bool((f.a == 0).any())
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1"])
+def test_columns_that_move_together_do_not_change_a_refit(
+    name: str, coupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    W, H = problem(heads=2, columns=256)
+    G = torch.randn(2, ROWS, ROWS)
+    G = G @ G.mT
+    ones = torch.ones(2, ROWS)
+    grid = search_grid(W, H, torch.ones(256), GridFormat.of(TYPES[name]))[0].in_half(ones)
+    integers = quantize(W, grid)
+    found = []
+    for ahead in (32, 128, 256):
+        monkeypatch.setattr(refits, "AHEAD", ahead)
+        found.append(
+            dequantize(integers, refit(integers, W, grid, H, G if coupled else None, row_factor=ones)[0])
+        )
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
+
+
 def test_refit_finds_the_best_scale_of_a_group() -> None:
     """All a and c of one group are tried in turn; its d and d_min are then a step of least squares."""
     kind = TYPES["Q2_K"]

@@ -24,11 +24,12 @@ def problem(
 
 
 @pytest.mark.parametrize("group_size", [None, 5])
-@pytest.mark.parametrize("lazy", [128, 4, 1])
+@pytest.mark.parametrize(("lazy", "part"), [(128, 16), (128, 4), (7, 3), (4, 16), (1, 1)])
 def test_update_equals_solving_for_the_columns_left(
-    lazy: int, group_size: int | None, monkeypatch: pytest.MonkeyPatch
+    lazy: int, part: int, group_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optq, "LAZY_COLUMNS", lazy)
+    monkeypatch.setattr(optq, "LAZY_PART", part)
     W, H, grid = problem(group_size=group_size)
     updated, integers, added = update_weights(W, H, grid)
     assert float(added.max()) == 0
