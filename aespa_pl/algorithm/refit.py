@@ -13,7 +13,7 @@ that G couples one after the other, as in a coordinate descent. In a large head 
 the sums of ``|G|`` stand for it on the diagonal, with which no error counts less, and the loss cannot rise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import torch
@@ -80,7 +80,7 @@ def refit(
     x = (integers.to(W.dtype) - factors.kind.offset) * grid.zeta
     if G is None:
         one = torch.ones_like(R[..., :1])
-        _Rows(found, x, grid.zeta, H, one, R, R, row_factor[..., None]).visit()
+        _Rows(found, x, grid.zeta, H, one, R, row_factor[..., None]).visit(R)
     else:
         count = COUPLED_ROWS if W.shape[1] > LARGE_HEAD else 1
         for first in range(0, W.shape[1], count):
@@ -88,7 +88,7 @@ def refit(
             own = found.merged(itemgetter((slice(None), some)))  # views
             P, factor = G[:, some] @ R, row_factor[:, some, None]
             bound = G[:, some, some].abs().sum(-1, keepdim=True)
-            _Rows(own, x[:, some], grid.zeta, H, bound, R[:, some], P, factor).visit()
+            _Rows(own, x[:, some], grid.zeta, H, bound, P, factor).visit(R[:, some])
     moved = Grid.of(found, grid.zeta)
     dW = dequantize(integers, moved) - W
     after = loss_of(dW, R if G is None else G @ R, coupled=coupled)
@@ -99,50 +99,46 @@ def refit(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Holds rows that don't depend on each other; a visit changes all but x and the Hessians in place."""
-
-    factors: Factors
-    x: Float[Tensor, "heads rows d_in"]
-    """``zeta q``."""
-    zeta: Float[Tensor, " d_in"]
-    H: Float[Tensor, "#heads d_in d_in"]
-    g: Float[Tensor, "heads rows 1"]
-    """Diagonal of a matrix that is nowhere less than G."""
-    R: Float[Tensor, "heads rows d_in"]
-    """``dW H``."""
-    P: Float[Tensor, "heads rows d_in"]
-    """``G dW H``; R itself where there is no G."""
-    row_factor: Float[Tensor, "heads rows 1"]
-
-    def visit(self) -> None:
-        """Visit some columns after the other; their moves reach all others together."""
-        f, d_in = self.factors, self.x.shape[-1]
-        size = max(AHEAD // f.kind.block, 1) * f.kind.block
-        for first in range(0, d_in, size):
-            columns = slice(first, min(first + size, d_in))
-            groups, blocks = (slice(first // n, -(-columns.stop // n)) for n in (f.kind.group, f.kind.block))
-            own = Factors(f.kind, f.d[..., blocks], f.a[..., groups], f.d_min[..., blocks], f.c[..., groups])
-            x, P, H = self.x[..., columns], self.P[..., columns].clone(), self.H[:, columns]
-            window = _Window(own, x, self.zeta[columns], H[..., columns], self.g, P, self.row_factor)
-            change = times(window.visit(), H)
-            self.R.add_(change)
-            if self.P is not self.R:
-                self.P.addcmul_(self.g, change)
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Holds columns of such rows that move one after the other; a visit changes factors and P in place."""
+    """Holds rows that don't depend on each other, or some of their columns; factors and P change in place."""
 
     factors: Factors
     x: Float[Tensor, "heads rows columns"]
+    """``zeta q``."""
     zeta: Float[Tensor, " columns"]
     H: Float[Tensor, "#heads columns columns"]
     g: Float[Tensor, "heads rows 1"]
+    """Diagonal of a matrix that is nowhere less than G."""
     P: Float[Tensor, "heads rows columns"]
+    """``G dW H``; ``dW H`` itself where there is no G."""
     row_factor: Float[Tensor, "heads rows 1"]
 
-    def visit(self) -> Float[Tensor, "heads rows columns"]:
+    def visit(self, R: Float[Tensor, "heads rows columns"]) -> None:
+        """Visit some columns after the other; their moves reach all others, in ``R = dW H``, together."""
+        d_in, block = self.x.shape[-1], self.factors.kind.block
+        size = max(AHEAD // block, 1) * block
+        for first in range(0, d_in, size):
+            columns = slice(first, min(first + size, d_in))
+            change = times(self.of(columns).moves(), self.H[:, columns])
+            R.add_(change)
+            if self.P is not R:
+                self.P.addcmul_(self.g, change)
+
+    def of(self, columns: slice) -> "_Rows":
+        """Return these columns, which are whole blocks, with a P of their own."""
+        f = self.factors
+        group, block = (
+            slice(columns.start // n, -(-columns.stop // n)) for n in (f.kind.group, f.kind.block)
+        )
+        return replace(
+            self,
+            factors=Factors(f.kind, f.d[..., block], f.a[..., group], f.d_min[..., block], f.c[..., group]),
+            x=self.x[..., columns],
+            zeta=self.zeta[columns],
+            H=self.H[:, columns, columns],
+            P=self.P[..., columns].clone(),
+        )
+
+    def moves(self) -> Float[Tensor, "heads rows columns"]:
         """Visit each group of each block, and the block after its groups; return the moves of weights."""
         kind, columns = self.factors.kind, self.x.shape[-1]
         moves = torch.zeros_like(self.x)
