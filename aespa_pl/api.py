@@ -1,20 +1,18 @@
 """Quantize from Python: ``aespa_pl.quantize`` and ``aespa_pl.resume`` do what ``aespa-pl fit`` does."""
 
-import hashlib
 import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields
+from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_type_hints
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from aespa_pl.commands import application
 from aespa_pl.commands.arguments import FREE, TRUST, Arguments, Option, leaves, with_run
@@ -27,20 +25,22 @@ from aespa_pl.data.tokens import TENSOR
 from aespa_pl.distributed.launch import end_with_launcher
 from aespa_pl.distributed.processes import PeerLostError
 from aespa_pl.errors import UserError, one_line, system_words
-from aespa_pl.models.headers import read_header
+from aespa_pl.in_memory import keep_model, kept, token_ids
 from aespa_pl.paths import expanded
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.settings import SECTIONS, DataSettings, OutputSettings, QuantizationSettings
-from aespa_pl.storage.files import checksum, disk_errors, write_json, write_tensors, write_text
+from aespa_pl.storage.files import write_tensors, write_text
 
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
 OF_CALL = ("tokenizer", "calibration", "evaluation", "config", "progress")  # as in the signature
 EXPORT = ("verify", "container_bits", "embedding", "original", "push_to_hub")
-OF_COMMAND = re.compile(rf"--(?=(?:{'|'.join((*SECTIONS, FREE))})\.)")
-"""Matches the dashes before a key in messages of the command line."""
+OF_COMMAND = re.compile(
+    rf"--(?=(?:{'|'.join((*SECTIONS, FREE))})\.|(?:{'|'.join(('format', 'output', *EXPORT))})\b)"
+)
+"""Matches the dashes before a key or an option of an export in messages of the command line."""
 KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
 
 
@@ -76,8 +76,12 @@ class QuantizedRun:
         """
         if other := next((key for key in options if key not in EXPORT), None):
             raise UserError(f"{other} is unknown{nearest(other, EXPORT)}")
-        target = expanded(output or self.folder / "export" / format)
-        export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
+        target = expanded(output or self.folder / "export" / format).absolute()
+        try:
+            with nullcontext() if self.progress else redirect_stdout(StringIO()):
+                export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
+        except UserError as error:
+            raise UserError(OF_COMMAND.sub("", str(error))) from error
         return target
 
 
@@ -163,7 +167,11 @@ def _options(key: str, value: Any) -> list[Option]:
 
 
 def _option(key: str, value: Any) -> Option:
-    return Option(key, value if isinstance(value, str) else json.dumps(value, default=str))
+    try:  # numbers of NumPy and torch become Python's
+        words = json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else str(v))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key} is {value}: {error}") from error
+    return Option(key, value if isinstance(value, str) else words)
 
 
 def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
@@ -186,13 +194,13 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
         if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
             file = f"{name}.jsonl"
             lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-            kept = _kept(inputs, name, lambda made: write_text(made / file, lines))
+            folder = kept(inputs, name, lambda made: write_text(made / file, lines))
         else:
-            file, tokens = f"{name}.safetensors", _token_ids(texts, name)
-            kept = _kept(inputs, name, lambda made: write_tensors(made / file, {TENSOR: tokens}, {}))
+            file, tokens = f"{name}.safetensors", token_ids(texts, name)
+            folder = kept(inputs, name, lambda made: write_tensors(made / file, {TENSOR: tokens}, {}))
             sizes = zip(("segments", "segment_length"), tokens.shape, strict=True)
             known = {size: number for size, number in sizes if size in names} | known
-        known[key] = str(kept / file)
+        known[key] = str(folder / file)
     return [_option(f"data.{name}.{field}", value) for field, value in known.items()]
 
 
@@ -236,65 +244,3 @@ def _own_process() -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch.set_float32_matmul_precision(precision)
-
-
-def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
-    """Return the folder of a model in memory, in its own types. Raises UserError where it can't be kept."""
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError("tokenizer is missing: give that of the model, because the run is stored with it")
-    if any(weight.is_meta for weight in model.parameters()):
-        raise UserError("model has weights on the meta device: load it whole, or give its name or folder")
-
-    def write(made: Path) -> None:
-        try:
-            model.save_pretrained(made, max_shard_size="4GB")
-        except ValueError as error:  # of a generation_config that the library does not write
-            reason = one_line(str(error))
-            raise UserError(f"model can't be saved ({reason}): correct model.generation_config") from error
-        tokenizer.save_pretrained(made)
-        # a model's fingerprint has the names of its files, but not all of the weights
-        places = dict[str, str]()
-        for file in sorted(made.glob("*.safetensors")):
-            name = f"model-{checksum(file)[:16]}.safetensors"
-            places |= dict.fromkeys(read_header(file), name)
-            file.rename(made / name)
-        write_json(made / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
-
-    return str(_kept(folder, "model", write))
-
-
-def _token_ids(given: Any, name: str) -> Tensor:
-    """Return token ids ``[segments, L]``."""
-    try:
-        tokens = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{name} is a {type(given).__name__}: expected the name of a text, a file, a list of texts, or "
-            "token ids [segments, tokens]"
-        ) from error
-    if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
-        raise UserError(
-            f"{name} has the shape {[*tokens.shape]} and the type {tokens.dtype}: expected integers "
-            "[segments, tokens]"
-        )
-    return tokens.to("cpu", torch.int64).contiguous()
-
-
-def _kept(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Return a folder with all that ``write`` makes, named after its content."""
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".") as temporary:
-            made = Path(temporary, name)
-            made.mkdir()
-            write(made)
-            content = hashlib.sha256()
-            for file in sorted(path for path in made.rglob("*") if path.is_file()):
-                content.update(f"{file.relative_to(made)} {checksum(file)}\n".encode())
-            target = folder / f"{name}-{content.hexdigest()[:16]}"
-            try:
-                made.rename(target)
-            except OSError:  # it is there: of an earlier call, or of another process meanwhile
-                if not target.is_dir():
-                    raise
-    return target.absolute()

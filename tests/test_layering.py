@@ -40,6 +40,7 @@ ORDER = (
     "sizing",
     "report",
     "commands",
+    "in_memory",
     "api",
     "cli",
     "__main__",

@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import aespa_pl
-from aespa_pl.api import _kept, keep_model
 from aespa_pl.data.texts import EMBEDDED
+from aespa_pl.in_memory import keep_model, kept
 from aespa_pl.run.journal import model_fingerprint
 from aespa_pl.storage.files import write_text
 from tests.api.calls import ITERATIONS, SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
@@ -57,7 +58,7 @@ def test_script_in_an_empty_folder(tmp_path: Path) -> None:
     said = done.stdout.splitlines()
     assert said[0] == "False True"
     assert said[1] == "['nearest', 'original', 'quantized'] True"
-    assert "llama out" in said
+    assert f"llama {tmp_path / 'out'}" in said
     assert said[-1] == "bit is unknown: did you mean bits?"
     assert "\x1b" not in done.stderr  # it is no terminal
     assert "run folder: " in done.stderr
@@ -73,6 +74,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> aespa_pl.QuantizedRun:
 def test_a_misspelt_keyword_of_export_is_named(whole: aespa_pl.QuantizedRun) -> None:
     with pytest.raises(aespa_pl.UserError, match=r"^verifi is unknown: did you mean verify\?$"):
         whole.export("hf", verifi="bytes")
+    with pytest.raises(aespa_pl.UserError, match=r"^output: .* exists and is not an empty folder"):
+        whole.export("hf", whole.folder)
 
 
 def test_memory_and_files_give_the_same_integers(
@@ -152,6 +155,8 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
     [
         ({"bit": 3}, r"^bit is unknown: did you mean bits\?$"),
         ({"calibrationn": "c4"}, r"^calibrationn is unknown: did you mean calibration\?$"),
+        ({"bits": np.int64(9)}, r"quantization\.bits is 9: expected a whole number from 2 to 8$"),
+        ({"bits_of": {(0, "q_proj"): 3}}, r"bits_of is {\(0, 'q_proj'\): 3}: keys must be str"),
         ({"bits": 9}, r"quantization\.bits is 9: expected a whole number from 2 to 8$"),
         ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),
         ({"tokenizer": None}, r"tokenizer is missing: give that of the model"),
@@ -193,6 +198,7 @@ def test_a_run_without_progress_loads_its_model_without_a_bar(
 ) -> None:
     run = call(tmp_path, method="rtn", progress=False)
     run.model()
+    run.export("hf", verify="bytes")
     assert capfd.readouterr() == ("", "")
     replace(run, progress=True).model()
     assert "Loading weights" in capfd.readouterr().err
@@ -214,7 +220,7 @@ def test_texts_that_another_process_has_written_meanwhile_are_used(
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     monkeypatch.setattr(Path, "rename", rename)
-    folder = _kept(tmp_path, "calibration", lambda made: write_text(made / "a", "b"))
+    folder = kept(tmp_path, "calibration", lambda made: write_text(made / "a", "b"))
     assert (folder / "a").read_text() == "b"
 
 
