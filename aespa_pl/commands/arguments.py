@@ -197,7 +197,7 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     name = arguments.setting("output.name", default.name if has_settings else "")
     if which == "null" and command == "test":
         which = LAST
-    is_new = which == LAST and last_run(runs, name) is None and (command != "test" or has_settings)
+    is_new = which == LAST and has_settings and last_run(runs, name) is None
     if which == "null" or is_new:
         return arguments
     folder = find_run(which, runs, name)
@@ -205,10 +205,12 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         _refuse_another_place(arguments, folder)
     named = arguments.then(Option(CKPT_PATH, str(folder)))
     configuration = folder / CONFIGURATION
-    if has_settings or not configuration.is_file():
+    if has_settings:
         return named
     try:
         content = read_configuration(configuration)
+        if not content:
+            raise UserError(f"config: {configuration} is empty")
     except UserError as error:
         raise UserError(f"{error}: restore it, or give the run's configuration with --config") from error
     content = {} if trusts or is_own(folder) else content
@@ -265,8 +267,10 @@ def _mark(run: Path) -> Path:
 def _is_data(key: str, value: Any) -> bool:
     """Return whether a value neither runs anything nor says where something is written."""
     section, _, name = key.partition(".")
+    if section in SECTIONS:  # an unknown key of these is refused later
+        return key.rstrip("+") != "data.cache" or value is None
     if section != FREE:
-        return key in KEYS and (key != "data.cache" or value is None)
+        return key in KEYS
     if isinstance(value, str):
         return name in WORDS and value.replace("-", "").replace("_", "").isalnum()
     return not isinstance(value, Mapping | list) or (

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 from transformers import PreTrainedConfig
 
@@ -12,7 +11,6 @@ from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
-from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
 from aespa_pl.models.llama_cpp_types import MIXTURES, NARROW, Matrix, MixtureModel, matrix_of, mixture_type
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
@@ -57,14 +55,6 @@ def check_format(settings: QuantizationSettings) -> None:
         raise UserError(
             f"quantization.types has {', '.join(others)} and quantization.format is uniform{hint}"
         )
-
-
-def lacking_tokenizer(folder: Path) -> str | None:
-    """Return which part of a model's tokenizer llama.cpp does not have; None: nothing.
-
-    A folder may have none yet: it is wanted when the run is exported.
-    """
-    return unsupported_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> QuantizationSettings:

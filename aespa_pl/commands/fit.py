@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor
 
 import aespa_pl
-from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.block_types import lacking_tokenizer, types_in_words
+from aespa_pl.commands.arguments import CONFIGURATION, Arguments
+from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
@@ -30,6 +30,7 @@ from aespa_pl.evaluation.perplexity import tokens_of
 from aespa_pl.evaluation.table import known
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
+from aespa_pl.models.llama_cpp_tokenizer import lacking_tokenizer
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.shape import Devices, Setup
@@ -39,6 +40,7 @@ from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION, PHASES, Measured
+from aespa_pl.run.stored_settings import has_settings
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
@@ -55,17 +57,12 @@ def fit(
         run, tokens, texts, finished = world.from_first(begin)
         run = replace(run, writes=world.is_first)
         if finished is not None:
-            progress.say(f"{run.folder} is finished already: nothing to do")
-            tested = known(Measured, run.folder / "test.json", [], "")
-            later = _not_measured(texts, tested.model_dump() if tested else {"perplexity": {}})
-            if new := [text for text in _not_measured(texts, finished) if text in later]:
-                also = _how_to_measure(run, trainers.parsed.arguments)
-                progress.say(f"not measured on these tokens: {', '.join(new)} ({also})")
+            _say_finished(run, texts, finished, trainers)
             return run, finished
         for words in _plans(job, run):
             progress.say(words)
         words = few_tokens(len(tokens), job.segment_length, job.shape.widest_input) or ""
-        if words and job.quantization.uses_inputs:
+        if words and job.quantization.uses_inputs and not one_block:
             progress.warn(words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
@@ -169,7 +166,8 @@ def _start(
 def _seen(job: Job) -> Iterator[str]:
     """Yield a warning for each text whose perplexity says little, because it is calibrated on."""
     if job.quantization.uses_inputs:
-        for text in seen_texts(job.data.calibration.source, job.data.evaluation.names):
+        texts = dict.fromkeys(job.data.evaluation.names)
+        for text in seen_texts(job.data.calibration.source, [*texts]):
             yield (
                 f"{text} is a calibration text as well: perplexity of it is that of text the quantization "
                 "has seen"
@@ -196,6 +194,22 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     if metrics is None:
         progress.warn(f"{run.metrics_file} is damaged: the perplexities are measured again")
     return metrics
+
+
+def _say_finished(
+    run: Run, texts: Mapping[str, Tensor], metrics: Mapping[str, Any], trainers: BlockTrainers
+) -> None:
+    """Say that a run is finished, and which texts it lacks; a lost configuration is made again."""
+    progress = trainers.progress
+    progress.say(f"{run.folder} is finished already: nothing to do")
+    if run.writes and not has_settings(run):
+        trainers.store_configuration(run)
+        progress.warn(f"{run.folder / CONFIGURATION} was missing or damaged: it is made again")
+    tested = known(Measured, run.folder / "test.json", [], "")
+    later = _not_measured(texts, tested.model_dump() if tested else {"perplexity": {}})
+    if new := [text for text in _not_measured(texts, metrics) if text in later]:
+        also = _how_to_measure(run, trainers.parsed.arguments)
+        progress.say(f"not measured on these tokens: {', '.join(new)} ({also})")
 
 
 def _not_measured(texts: Mapping[str, Tensor], metrics: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoi
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
-from aespa_pl.commands.arguments import note_own
+from aespa_pl.commands.arguments import CONFIGURATION, note_own
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
@@ -60,10 +60,9 @@ class BlockTrainers:
 
     def begin(self, run: Run) -> Sequence[Logger]:
         """Store the configuration in the run's folder; return the loggers of the curves over the blocks."""
-        write_text(run.folder / "config.yaml", self.saved)
+        self.store_configuration(run)
         if self.mixture is not None:
             write_json(run.mixture_file, self.mixture.model_dump())
-        note_own(run.folder)
         self.interruption.run_folder = run.folder
         self.interruption.how_to_continue = how_to_continue(run.folder)
         self._walk = self.loggers(run, "walk")
@@ -71,6 +70,11 @@ class BlockTrainers:
             if isinstance(logger, LossesFirst):
                 show_configuration(logger.experiment, self.saved)
         return self._walk
+
+    def store_configuration(self, run: Run) -> None:
+        """Write config.yaml into a run's folder, which needs no confirmation from now on."""
+        write_text(run.folder / CONFIGURATION, self.saved)
+        note_own(run.folder)
 
     def free(self) -> None:
         """Free objects that refer to each other."""

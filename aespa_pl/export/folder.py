@@ -20,6 +20,8 @@ from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.experts import Part
 from aespa_pl.models.headers import opened
+from aespa_pl.models.llama_cpp import unsupported_part
+from aespa_pl.models.llama_cpp_tokenizer import lacking_tokenizer
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json
@@ -143,14 +145,17 @@ class PackedFormat(FolderFormat):
 
     def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield llama.cpp's types, integers of several bits without a container, and too small ones."""
+        config, folder = model.pretrained.config, model.original
+        in_gguf = unsupported_part(config) is None and lacking_tokenizer(folder) is None
         if model.quantization.format != "uniform":
             why = "its weights are stored as only llama.cpp reads them"
-            yield why, "Use --format gguf, or hf in the original's types"
+            gguf = "--format gguf, or hf in the original's types" if in_gguf else "--format hf"
+            yield why, f"Use {gguf}"
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
-            other = "or use --format gguf, which has a type for each matrix"
-            do = f"Add --container_bits {bits}, in which all integers take {bits} bits, {other}"
-            yield "engines expect one number of bits here", do
+            do = f"Add --container_bits {bits}, in which all integers take {bits} bits"
+            gguf = ", or use --format gguf, which has a type for each matrix" if in_gguf else ""
+            yield "engines expect one number of bits here", f"{do}{gguf}"
         if model.has_experts:
             yield from self.obstacles_of_experts(model)
         if self.bits(model) < model.bits:

@@ -71,7 +71,7 @@ class Gguf(Format):
         """Yield models that llama.cpp does not have, and matrices that no block type holds."""
         lacking = unsupported_part(model.pretrained.config) or unsupported_tokenizer(model.original)
         if lacking is not None:
-            yield lacking, "Use --format compressed-tensors (transformers, vLLM), or hf"
+            yield lacking, _other_formats(model)
         if crosses_heads(model.pretrained.config, model.quantization):
             yield OTHER_ORDER, "Set quantization.group_size to a divisor of linear_value_head_dim"
         for part, name in model.parts.items():
@@ -90,7 +90,7 @@ class Gguf(Format):
                 yield (
                     f"no block type of llama.cpp holds {name} with {columns} columns",
                     "It holds 2 to 7 bits (8 where symmetric), per channel or in groups of a multiple "
-                    "of 32, in rows of a multiple of 32. Use --format compressed-tensors, or hf",
+                    f"of 32, in rows of a multiple of 32. {_other_formats(model)}",
                 )
 
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
@@ -226,6 +226,14 @@ class Gguf(Format):
         whole = model.pretrained.tensors[name].shape[-1] % BLOCK_TYPES["Q8_0"].grid.block == 0
         asked = self.embedding != "keep" and name in model.parts.values()
         return asked and whole and model.stem_type(name) is None
+
+
+def _other_formats(model: QuantizedModel) -> str:
+    """Return what to do with a run whose model llama.cpp does not have."""
+    if model.quantization.format != "uniform":
+        return "Use --format hf"
+    bits = f" --container_bits {4 if model.bits <= 4 else 8}" if len(model.matrix_bits) > 1 else ""
+    return f"Use --format compressed-tensors{bits} (transformers, vLLM), or hf"
 
 
 def _float32(value: Tensor) -> npt.NDArray[Any]:

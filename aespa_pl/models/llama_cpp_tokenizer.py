@@ -50,10 +50,18 @@ def unsupported_tokenizer(folder: Path) -> str | None:
     return _unsupported_pieces(content, path)
 
 
+def lacking_tokenizer(folder: Path) -> str | None:
+    """Return which part of a model's tokenizer llama.cpp does not have; None: nothing.
+
+    A folder may have none yet: it is wanted when the run is exported.
+    """
+    return unsupported_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
 def _unsupported_bytes(content: dict[str, Any], path: Path) -> str | None:
     rules = _steps(content, "pre_tokenizer", "pretokenizers")
     if splitting_rule(content) is None:
-        kinds = ", ".join(str(step["type"]) for step in rules)
+        kinds = ", ".join(str(step["type"]) for step in rules) or "not at all"
         return f"llama.cpp has no name for how {path} splits text ({kinds})"
     changes = {step["type"] for step in _steps(content, "normalizer", "normalizers")} - {"NFC"}
     if any(step.get("add_prefix_space") for step in rules):

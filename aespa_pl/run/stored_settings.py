@@ -39,6 +39,15 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
         ) from error
 
 
+def has_settings(run: Run) -> bool:
+    """Return whether the settings of a run can be read."""
+    try:
+        stored_settings(run.folder, run.fingerprint)
+    except UserError:
+        return False
+    return True
+
+
 def stored_quantization(run: Run) -> QuantizationSettings:
     """Return the section ``quantization`` as the journal has it, without the number of iterations."""
     try:

@@ -1,6 +1,7 @@
 """A run from somebody else is data: what it names runs, and is written to, only if the user confirms it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from aespa_pl.commands.arguments import Arguments, with_run
 from aespa_pl.commands.keys import refuse_mistakes
 from aespa_pl.errors import UserError
 from aespa_pl.run.stored_settings import stored_settings
-from tests.cli.commands import CommandLine, Done
+from tests.cli.commands import LAST, CommandLine, Done, small
 from tests.edited import edited
 
 FOREIGN = [
@@ -27,6 +28,8 @@ FOREIGN = [
         "class_path": "ModelCheckpoint", "init_args": {"dirpath": "/elsewhere"}
     }]}},
     {"data": {"cache": "/elsewhere"}},
+    {"data": {"cache+": "/elsewhere"}},
+    {"data.cache": "/elsewhere"},
     {"config": "other.yaml"},
 ]  # fmt: skip
 
@@ -80,6 +83,41 @@ def test_a_run_that_this_user_has_made_needs_no_confirmation_but_a_changed_one_d
     status, _, err = aespa("fit", "--ckpt_path", run)
     assert (status, err.count("\n")) == (2, 1)
     assert "names code to run or places to write to (data.cache, trainer.callbacks)" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"quantization": {"bitz": 2}}, "quantization.bitz is unknown: did you mean quantization.bits?"),
+        ({"model": None}, "model is a section, not a value"),
+    ],
+)
+def test_a_mistake_in_a_configuration_is_named_as_one(
+    tmp_path: Path, content: dict[str, object], words: str
+) -> None:
+    run = foreign(tmp_path / "a", content)
+    given = with_run(Arguments.read(["--ckpt_path", str(run)]), "test")
+    with pytest.raises(UserError, match=re.escape(words)):
+        refuse_mistakes(given, "test")
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_run_without_its_configuration_says_so_and_gets_it_again(
+    aespa: CommandLine, model: Path, finished: Done, *, empty: bool
+) -> None:
+    file = finished.copied() / "config.yaml"
+    before = file.read_text()
+    file.unlink()
+    if empty:
+        file.touch()
+    status, _, err = aespa("test", "--ckpt_path", file.parent)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"config\.yaml (cannot be read: No such file|is empty).*: restore it, or give the", err)
+    status, out, err = aespa("fit", *small(model), *LAST)
+    assert status == 0, err
+    assert "config.yaml was missing or damaged: it is made again" in " ".join((out + err).split())
+    assert yaml.safe_load(file.read_text())["quantization"] == yaml.safe_load(before)["quantization"]
+    assert aespa("test", "--ckpt_path", file.parent)[0] == 0
 
 
 @pytest.mark.parametrize(

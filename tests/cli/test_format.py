@@ -9,15 +9,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 
-from aespa_pl.commands.block_types import (
-    block_types,
-    check_format,
-    lacking_tokenizer,
-    types_in_words,
-    with_head,
-)
+from aespa_pl.commands.block_types import block_types, check_format, types_in_words, with_head
 from aespa_pl.commands.job import checked
 from aespa_pl.errors import UserError
+from aespa_pl.models.llama_cpp_tokenizer import lacking_tokenizer
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import BlockTuningSettings, QuantizationSettings, TuningSettings
 from tests.jobs import embedded

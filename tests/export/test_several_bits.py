@@ -69,6 +69,19 @@ def test_without_a_container_they_are_refused(chosen: FolderFormat, several: Kno
         chosen.refuse(model)
 
 
+def test_formats_that_are_named_instead_hold_the_run(tmp_path: Path) -> None:
+    """llama.cpp has no OPT, so it is not named, and compressed-tensors needs a container."""
+    with torch.no_grad():
+        original = save_original(CONFIGS["opt"](), tmp_path / "original")
+        run = make_run(original, tmp_path / "version_0", 3, None, bits_of={"fc1": 2})
+    model = QuantizedModel.open(run.folder)
+    with pytest.raises(UserError, match=r"all integers take 4 bits$"):
+        CompressedTensors().refuse(model)
+    with pytest.raises(UserError, match=r"Use --format compressed-tensors --container_bits 4 \(t"):
+        Gguf().refuse(model)
+    CompressedTensors(4).refuse(model)
+
+
 def test_a_run_of_an_earlier_version_has_the_same_bits_everywhere(known: MakeRun) -> None:
     assert QuantizedModel.open(known("llama", 3, None).folder).matrix_bits == (3,)
 
