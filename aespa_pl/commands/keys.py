@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
@@ -176,14 +176,15 @@ def _mistake(option: Option, command: str) -> str | None:
         elsewhere = key == FLAG and command != "fit" and not option.file
         return f"{key} is a key of aespa-pl fit alone" if elsewhere else None
     if key not in kinds:
-        return _unknown(kinds, key) + where
+        no_cell = [known for known in kinds if command != "compare" or known not in CELL_KEYS]
+        return _unknown(kinds if option.file else no_cell, key) + where
     if _takes(kinds[key], option):
         return None
     shown = "null" if option.value is None else option.value
     return f"{key} is {shown}: expected {expected(kinds[key])}{where}"
 
 
-def _unknown(kinds: Mapping[str, Any], key: str) -> str:
+def _unknown(known_keys: Iterable[str], key: str) -> str:
     """Return what is wrong with a key that this command doesn't take."""
     if key.startswith(f"{FREE}."):
         return (
@@ -198,7 +199,7 @@ def _unknown(kinds: Mapping[str, Any], key: str) -> str:
     for command, own in OWN_KEYS.items():
         if key in own:
             return f"{key} is a key of aespa-pl {command} alone, on its command line"
-    return f"{key} is unknown{nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])}"
+    return f"{key} is unknown{nearest(key, [*known_keys, *OTHERS, *SECTIONS, FREE])}"
 
 
 def _takes(kind: Any, option: Option) -> bool:

@@ -37,8 +37,8 @@ def divide_segments(proportions: Mapping[str, float], segments: int) -> dict[str
         counts[name] += 1
     if empty := [name for name, count in counts.items() if count == 0]:
         raise UserError(
-            f"{CALIBRATION_KEY}: of {segments} segments {', '.join(empty)} would have none: raise its "
-            "proportion or data.calibration.segments, or leave it out"
+            f"{CALIBRATION_KEY}: segments are too few ({segments}), and {', '.join(empty)} would have none: "
+            "raise its proportion or data.calibration.segments, or leave it out"
         )
     return counts
 
@@ -62,9 +62,9 @@ def draw_segments(
     if room < settings.segments:
         advice = PACK if len(documents) > len(drawn) and not settings.pack else ""
         raise UserError(
-            f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "
-            f"drawn, and its documents of more than {length} tokens have room for {room} that don't "
-            f"overlap; set data.calibration.segments (or this text's part of them) to {room} at most, "
+            f"{CALIBRATION_KEY}: {settings.source} is too short: its documents of more than "
+            f"{length} tokens have room for {room} segments that don't overlap, of {settings.segments} to be "
+            f"drawn; set data.calibration.segments (or this text's part of them) to {room} at most, "
             f"{advice}choose a shorter data.calibration.segment_length, or another text"
         )
     chosen = [*range(len(drawn))]
@@ -115,10 +115,13 @@ def _draw_documents(
         if len(long) == settings.segments or short_in_a_row == PATIENCE:
             break
     if not long:
+        what = f"document of more than {length} tokens"
+        size, advice = f"the longest has {max(read, default=0)} tokens", PACK
+        if settings.pack:
+            what, size, advice = f"more than {length} tokens", f"{sum(read)} tokens together", ""
         raise UserError(
-            f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
-            f"(documents read: {len(read)}, the longest has {max(read, default=0)} tokens); "
-            f"{'' if settings.pack else PACK}choose a shorter data.calibration.segment_length, or another "
-            "text (a .txt is one document)"
+            f"{CALIBRATION_KEY}: {settings.source} has no {what} (documents read: {len(read)}, {size}); "
+            f"{advice}choose a shorter data.calibration.segment_length, or another text (a .txt is one "
+            "document)"
         )
     return long

@@ -88,10 +88,9 @@ class Run(RunFolder):
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise UserError with everything that the result depends on and that has changed."""
         if changes := differences(self.fingerprint, fingerprint):
-            raise UserError(
-                f"{self.folder} cannot be continued, because {'; '.join(changes)}: restore these, or "
-                "start a new run without --ckpt_path"
-            )
+            given = [c for c in changes if "_rate was " not in c] or changes  # rates follow from the others
+            do = "restore these, or start a new run without --ckpt_path"
+            raise UserError(f"{self.folder} cannot be continued, because {'; '.join(given)}: {do}")
 
     def move_blocks(self, place: str) -> None:
         """Have the blocks in another place in an end-to-end tuning, which then starts from its beginning."""
@@ -181,7 +180,7 @@ class Run(RunFolder):
     def damage(self) -> str:
         """Return in words which files of a finished run are missing or changed; empty where none is."""
         damaged = [file for index in (*sorted(self.blocks), None) for file in self.damaged_files(index)]
-        more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         return f"missing or changed: {damaged[0].relative_to(self.folder)}{more}" if damaged else ""
 
     def refuse_damaged(self) -> None:

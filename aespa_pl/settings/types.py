@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     RunName = str
 else:
     MethodName = Literal[tuple(METHODS)]
-    RunName = restricted_string_type("RunName", r"^(?!(.*/)?\.\.(/|$)).+$")
+    RunName = restricted_string_type("RunName", r"^(?!/|\.?/*$|(.*/)?\.\.(/|$)).+$")
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
     ProjectionBits = Bits | Literal[16]
     Damping = OpenUnitInterval | Literal["auto"]

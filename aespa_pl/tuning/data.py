@@ -129,10 +129,11 @@ def held_back_and_steps(segments: int, batch_size: int, held_back: float) -> tup
     kept = min(segments, math.ceil(held_back * segments))
     steps = (segments - kept) // batch_size
     if steps == 0:
+        smaller = ", or lower the mini-batch (quantization.tuning.*.batch_size)"
+        fewer = ", or lower the share that is held back (quantization.tuning.held_back)"
+        others = [smaller] * (batch_size > 1) + [fewer] * (kept > 1)
         raise UserError(
-            f"tuning: {segments} calibration segments, of which {kept} are held back, leave less than a "
-            f"mini-batch of {batch_size}: raise data.calibration.segments, or lower the mini-batch "
-            "(quantization.tuning.*.batch_size) or the share that is held back "
-            "(quantization.tuning.held_back)"
+            f"tuning: the calibration segments ({segments}, of which {kept} held back) are less than a "
+            f"mini-batch of {batch_size}: raise data.calibration.segments{''.join(others)}"
         )
     return kept, steps

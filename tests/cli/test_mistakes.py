@@ -57,6 +57,8 @@ DECIDED = (
             r"tuning\.blocks\.epoch is unknown: did you mean",
         ),
         (["--output.name", "../elsewhere"], r"output\.name is \.\./elsewhere: expected a name"),
+        (["--output.name", "/elsewhere"], r"output\.name is /elsewhere: expected a name"),
+        (["--output.name", "./"], r"output\.name is \./: expected a name"),
         (["--output.name", ""], r"output\.name is : expected a name"),
         (["--model", "embedded:opt"], r"model is a section.* such as model\.pretrained$"),
         (
@@ -65,7 +67,7 @@ DECIDED = (
         ),
         (["--data.calibration.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
         (["--data.evaluation.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
-        (["--data.calibration.segments", 100000], r"too short: 100000 segments"),
+        (["--data.calibration.segments", 100000], r"of 100000 to be drawn"),
         (["--data.calibration.source", "no.txt"], r"calibration\.source: no\.txt is neither"),
         (
             ["--data.calibration.source", "{embedded: 1, no.txt: 0.5}"],
@@ -176,6 +178,8 @@ def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
             ["--compare.method", "rtn"],
             r"compare\.method is unknown: did you mean compare\.methods\?",
         ),
+        ("compare", ["--bits", "[3]"], r"bits is unknown: did you mean compare\.bits\?"),
+        ("plan", ["--bits", "3"], r"bits is unknown: did you mean quantization\.bits\?"),
         ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
     ],
 )

@@ -63,7 +63,9 @@ def test_segments_are_divided_by_proportions_and_add_up() -> None:
         assert all(
             abs(counts[name] - segments * p / 4.4) < 1 for name, p in [("a", 1), ("b", 2.5), ("c", 0.9)]
         )
-    with pytest.raises(UserError, match=r"of 10 segments b would have none: raise its proportion"):
+    with pytest.raises(
+        UserError, match=r"segments are too few \(10\), and b would have none: raise its proportion"
+    ):
         divide_segments({"a": 1, "b": 0.01}, 10)
 
 
@@ -201,8 +203,8 @@ def test_fewer_tokens_than_asked_for_are_refused_with_the_numbers() -> None:
     with pytest.raises(UserError) as caught:
         draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 6)
     assert str(caught.value) == (
-        "data.calibration.source: a.txt is too short: 6 segments are to be drawn, and its documents of more "
-        "than 16 tokens have room for 5 that don't overlap; set data.calibration.segments (or this text's "
+        "data.calibration.source: a.txt is too short: its documents of more than 16 tokens have room for "
+        "5 segments that don't overlap, of 6 to be drawn; set data.calibration.segments (or this text's "
         "part of them) to 5 at most, join shorter documents with data.calibration.pack true, choose a "
         "shorter data.calibration.segment_length, or another text"
     )
@@ -253,6 +255,8 @@ def test_packing_leaves_long_documents_alone() -> None:
 
 
 def test_too_few_tokens_are_refused_though_they_are_packed() -> None:
-    with pytest.raises(UserError, match=r"4 tokens\); choose a shorter") as caught:
+    with pytest.raises(
+        UserError, match=r"no more than 16 tokens .*16 tokens together\); choose a shorter"
+    ) as caught:
         draw(make_documents([4] * 4), 1, pack=True)
     assert "pack" not in str(caught.value)

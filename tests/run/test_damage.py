@@ -53,7 +53,7 @@ def test_damage_of_a_finished_model_is_found(damage: str, run: Run) -> None:
         damage_file(file, damage)
     assert again.damaged_files() == [config]
     assert again.damaged_files(1) == [shards[1]]
-    assert again.damage() == "missing or changed: blocks/block_000.safetensors and 2 more files"
+    assert again.damage() == "missing or changed: blocks/block_000.safetensors and 2 more"
 
 
 def test_run_without_its_files_names_some_and_how_to_mend_it(run: Run) -> None:
@@ -70,5 +70,5 @@ def test_run_without_its_files_names_some_and_how_to_mend_it(run: Run) -> None:
     with pytest.raises(UserError) as caught:
         run.refuse_damaged()
     assert str(caught.value) == (
-        f"the run {run.folder} is damaged (missing or changed: model/a and 4 more files): {mend}"
+        f"the run {run.folder} is damaged (missing or changed: model/a and 4 more): {mend}"
     )

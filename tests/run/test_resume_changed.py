@@ -28,6 +28,7 @@ def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> 
         "quantization.grid.zfold was True and is False",
     ):
         assert change in line
+    assert "_rate" not in line  # which follows from the bits
     after = {p: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
     assert before == after
 

@@ -71,5 +71,9 @@ def test_pairs_belong_together_and_those_held_back_are_not_trained_on(on_disk: b
 
 
 def test_too_few_segments_are_refused_with_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"5 calibration segments, of which 2 are held back.*raise"):
+    with pytest.raises(
+        UserError, match=r"\(5, of which 2 held back\).*raise.*mini-batch.*share that is held back"
+    ):
         SegmentPairs(stream(5), stream(5), batch_size=4, held_back=0.4, seed=0)
+    with pytest.raises(UserError, match=r"raise data\.calibration\.segments$"):  # nothing else would help
+        SegmentPairs(stream(1), stream(1), batch_size=1, held_back=0.4, seed=0)

@@ -265,5 +265,7 @@ def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(tmp_path: Path) 
 
 
 def test_too_few_segments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{SEGMENTS} calibration segments, of which 2 are held back"):
+    with pytest.raises(
+        UserError, match=rf"calibration segments \({SEGMENTS}, of which 2 held back\) are less"
+    ):
         walk("opt", tmp_path, BLOCKS_ONLY | {"tuning.blocks.batch_size": 5})
