@@ -50,26 +50,14 @@ def unit_factor(
     own, so that its factor does not depend on the heads beside it; a NumericalError says that 100 times the
     mean diagonal was not enough.
     """
-    added = H.new_zeros(len(H))
-    lower, usable = _reversed_cholesky(H, order)
-    while not bool(usable.all()):
-        failed = ~usable
-        _raise_damping(added, failed)
-        lower[failed], usable[failed] = _reversed_cholesky(
-            _damped(H[failed], added[failed]), None if order is None else order[failed]
-        )
+    lower, added = _factored(H, order)
     upper = lower.flip(1, 2)
     return upper.div_(upper.diagonal(dim1=1, dim2=2)[:, None].clone()), added
 
 
 def remaining_variances(H: Float[Tensor, "d_in d_in"]) -> Float[Tensor, " d_in"]:
     """Return D of ``H = C D C^T``, as ``unit_factor`` has it: each input's variance given the later ones."""
-    added = H.new_zeros(1)
-    while True:
-        lower, usable = _reversed_cholesky(_damped(H[None], added))
-        if bool(usable):
-            return lower[0].diagonal().flip(0).square()
-        _raise_damping(added, ~usable)
+    return _factored(H[None])[0][0].diagonal().flip(0).square()
 
 
 def corrected_weights(
@@ -102,6 +90,19 @@ def corrected_weights(
                 break
             _raise_damping(added, torch.arange(len(H), device=H.device) == h)
     return torch.add(W, solved.view_as(W), alpha=alpha), added
+
+
+def _factored(H: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the lower factors of H with its inputs in reverse, and the damping that each head took."""
+    added = H.new_zeros(len(H))
+    lower, usable = _reversed_cholesky(H, order)
+    while not bool(usable.all()):
+        failed = ~usable
+        _raise_damping(added, failed)
+        lower[failed], usable[failed] = _reversed_cholesky(
+            _damped(H[failed], added[failed]), None if order is None else order[failed]
+        )
+    return lower, added
 
 
 def _reversed_cholesky(H: Tensor, order: Tensor | None = None) -> tuple[Tensor, Bool[Tensor, " heads"]]:

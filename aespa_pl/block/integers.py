@@ -3,6 +3,7 @@
 Source: docs/algorithm.md, step 3; docs/polish.md for the descent, which is not in the paper.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -85,16 +86,7 @@ def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: 
     Their rows are visited a few at a time, so twice the heads take hardly longer.
     """
     each = [next(p.rows(p.share(world))) for p in projections]
-    together = Rows(
-        torch.cat([rows.weight for rows in each]),
-        joined([rows.grid for rows in each]),
-        torch.cat([rows.integers for rows in each]),
-        torch.cat([rows.row_factor for rows in each]),
-        each[0].hessian,
-        torch.cat([rows.other_side for rows in each if rows.other_side is not None]),
-    )
-    found, grid = descend_rows(together, passes)
-    del together  # a copy of all
+    found, grid = descend_rows(each[0] if len(each) == 1 else _joined(each), passes)
     first = 0
     for p, rows in zip(projections, each, strict=True):
         heads = slice(first, first + len(rows.weight))
@@ -102,6 +94,18 @@ def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: 
         descent = Descent(found.integers[heads], found.passes[heads], rows.loss(), found.losses[heads])
         _take(p, [(descent, grid.heads(first, heads.stop - first))], world)
         first = heads.stop
+
+
+def _joined(each: Sequence[Rows]) -> Rows:
+    """Return a copy of the rows of projections that have the same Hessian."""
+    return Rows(
+        torch.cat([rows.weight for rows in each]),
+        joined([rows.grid for rows in each]),
+        torch.cat([rows.integers for rows in each]),
+        torch.cat([rows.row_factor for rows in each]),
+        each[0].hessian,
+        torch.cat([rows.other_side for rows in each if rows.other_side is not None]),
+    )
 
 
 def descend_rows(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple[Descent, Grid]:

@@ -58,8 +58,9 @@ def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
 
 def _of_inputs(shape: Shape, partition: Partition, numbers: Mapping[str, int]) -> int:
     """Return the sum of numbers of each input; of experts, as far as their statistics are in memory."""
-    shares, at_once = shape.shares, min(1.0, (partition.experts or shape.experts) / max(1, shape.experts))
-    return round(sum(number * (at_once if shares[name] < 1 else 1) for name, number in numbers.items()))
+    experts = {matrix.input for matrix in shape.matrices if matrix.of_expert}
+    at_once = min(1.0, (partition.experts or shape.experts) / max(1, shape.experts))
+    return round(sum(number * (at_once if name in experts else 1) for name, number in numbers.items()))
 
 
 def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:

@@ -33,7 +33,8 @@ class Matrix:
     adds_to_residual: bool
     """Whether the output is added to the residual stream without a norm between."""
     share: float = 1.0
-    """Share of the tokens that it sees: below 1 in an expert, the mean over the experts."""
+    """Share of the tokens that it sees: the mean over the experts, of a shared expert 1."""
+    of_expert: bool = False
 
     @property
     def size(self) -> int:
@@ -119,7 +120,7 @@ class Shape:
         if not settings.objective.end_loss:
             return []
         heads = ((m, m.rows // self.layout.heads_of(m.role)) for m in self.matrices)
-        return [(m, n) for m, n in heads if m.role is not Role.VALUE and m.share == 1 and n <= MOST_ROWS]
+        return [(m, n) for m, n in heads if m.role is not Role.VALUE and not m.of_expert and n <= MOST_ROWS]
 
     def coupling_numbers(self, settings: QuantizationSettings) -> int:
         """Return the numbers in all G of the end loss of a block."""
@@ -143,7 +144,8 @@ def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
         if not p.kept:
             rows, columns = projection_weight(block, layout, p).shape
             share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)
-            matrices[p.name] = Matrix(rows, columns, p.role, group, name, p.residual is not None, share)
+            adds, of_expert = p.residual is not None, p.expert is not None
+            matrices[p.name] = Matrix(rows, columns, p.role, group, name, adds, share, of_expert)
     return matrices
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from aespa_pl.calibration.end_loss import MOST_ROWS, POSITIONS
+from aespa_pl.calibration.end_loss import MOST_ROWS, POSITIONS, couples
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role, layouts_of
 from aespa_pl.planning.estimate import block_flops
@@ -146,6 +146,15 @@ def test_polish_needs_memory_for_query_and_key_together() -> None:
     needs = [device_bytes(s, WORK, settings)["polish"] for settings in (off, on)]
     together = sum(m.size for m in s.matrices if m.role in (Role.QUERY, Role.KEY))
     assert needs[1] - needs[0] == 44 * max(together, *(m.size for m in s.matrices))
+
+
+def test_no_expert_has_a_matrix_of_the_end_loss() -> None:
+    """Nor a shared one, which sees all tokens."""
+    s = shape("qwen2-moe")
+    found = s.coupled(replace(PAPER, objective=replace(PAPER.objective, end_loss=True)))
+    projections = [p for g in s.layout.groups for each in g.inputs.values() for p in each]
+    assert any(p.expert is not None and s.layout.mixture.share(p.expert) == 1 for p in projections)
+    assert len(found) == sum(couples(p) for p in projections)
 
 
 def test_the_end_loss_takes_a_matrix_for_the_rows_of_each_head() -> None:

@@ -80,7 +80,7 @@ def test_statistics_of_experts_are_divided_where_they_do_not_fit() -> None:
     s, settings = shape("qwen2-moe"), resolved(QuantizationSettings(method="aespa-fast"))
     partition = partition_for(setup(s, WORK, settings), 0)
     whole, parts = (device_bytes(s, WORK, settings, p) for p in (WHOLE, partition))
-    inputs = {m.input: m for m in s.matrices if m.share < 1}
+    inputs = {m.input: m for m in s.matrices if m.of_expert}
     H = sum(4 * m.columns**2 for m in inputs.values())
     # of inputs of gate and up, and of outputs of down
     S = sum(4 * m.columns * (s.hidden if m.adds_to_residual else m.columns) for m in inputs.values())
