@@ -53,6 +53,7 @@ def test_fast_dev_run_is_a_smoke_test(aespa: CommandLine, model: Path) -> None:
         status, out, err = aespa(*words, method)
         assert (status, err) == (0, "")
         assert out.startswith("smoke test")
+        assert "tokens are few" not in " ".join(out.split())  # it has as few as a smoke test takes
         run = Path(out.splitlines()[-1])
         assert run.parent.name == "aespa_smoke_test"
         saved = yaml.safe_load((run / "config.yaml").read_text())
