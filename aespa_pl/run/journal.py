@@ -88,9 +88,10 @@ class Run(RunFolder):
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise UserError with everything that the result depends on and that has changed."""
         if changes := differences(self.fingerprint, fingerprint):
-            given = [c for c in changes if "_rate was " not in c] or changes  # rates follow from the others
+            if any(c.startswith(("quantization.bits", "quantization.format")) for c in changes):
+                changes = [c for c in changes if "_rate was " not in c]  # which follow from these
             do = "restore these, or start a new run without --ckpt_path"
-            raise UserError(f"{self.folder} cannot be continued, because {'; '.join(given)}: {do}")
+            raise UserError(f"{self.folder} cannot be continued, because {'; '.join(changes)}: {do}")
 
     def move_blocks(self, place: str) -> None:
         """Have the blocks in another place in an end-to-end tuning, which then starts from its beginning."""

@@ -72,7 +72,7 @@ def test_too_few_segments_for_one_method_are_said_before_the_first_cell(
         compared(
             "--compare.methods=[rtn, aespa-tuned]", "--compare.bits=[3]", "--data.calibration.segments=1"
         )
-    assert capsys.readouterr().out.startswith("This will fail: aespa-tuned, 3 bits: tuning: 1 calibration")
+    assert capsys.readouterr().out.startswith("This will fail: aespa-tuned, 3 bits: tuning: the cal")
 
 
 def test_the_reason_of_a_failed_cell_is_said_once_behind_its_warnings(

@@ -126,7 +126,7 @@ def test_learning_waits_once_a_curve(counted: Counted) -> None:
 
 def test_steps_before_the_learning_wait_once_a_factorization_or_search(counted: Counted) -> None:
     for found in counted.phases["optq"]:
-        assert not waits(found, "unit_factor", "update")
+        assert not waits(found, "_factored", "update")
         assert found.waits.total() <= 3 * len(counted.result.layout.projections)
     for found in counted.phases["grid"]:
         assert not waits(found, "grid._candidates", "fit_grids.<locals>.search")
