@@ -62,11 +62,18 @@ class QuantizedRun:
     def model(self, **options: Any) -> PreTrainedModel:
         """Return the quantized model, its weights in floating point; options are ``from_pretrained``'s."""
         with nullcontext() if self.progress else quiet():
-            return AutoModelForCausalLM.from_pretrained(self.folder / "model", **options)
+            return AutoModelForCausalLM.from_pretrained(self._model_folder(), **options)
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model."""
-        return AutoTokenizer.from_pretrained(self.folder / "model")
+        return AutoTokenizer.from_pretrained(self._model_folder())
+
+    def _model_folder(self) -> Path:
+        if not (folder := self.folder / "model").is_dir():
+            raise UserError(
+                f"{folder} is gone: aespa_pl.resume({str(self.folder)!r}) makes a lost model again"
+            )
+        return folder
 
     def export(self, format: str, output: str | Path | None = None, **options: Any) -> Path:  # noqa: A002
         """Pack the integers for an engine, prove the files, and return their folder.

@@ -204,6 +204,15 @@ def test_a_run_without_progress_loads_its_model_without_a_bar(
     assert "Loading weights" in capfd.readouterr().err
 
 
+def test_a_model_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    run = call(tmp_path, method="rtn", progress=False)
+    shutil.rmtree(run.folder / "model")
+    for read in (run.model, run.tokenizer):
+        with pytest.raises(aespa_pl.UserError, match=r"model is gone: aespa_pl\.resume\('.*'\) makes"):
+            read()
+    assert aespa_pl.resume(run.folder, progress=False).model().config.vocab_size
+
+
 def test_what_is_no_model_is_refused() -> None:
     nothing: Any = None
     with pytest.raises(
