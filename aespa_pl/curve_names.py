@@ -7,8 +7,8 @@ UNDECIDED, NOT_NEAREST = "share_undecided", "share_not_nearest"
 ROUNDING_VARIABLES = "rounding_variables"
 """Histograms of h(B) of a projection."""
 DESCENT = "loss_after_passes"
-"""Loss of a projection beside that of nearest rounding: at step 0 of the OPTQ update, then after each pass of
-the coordinate descent."""
+"""Loss of a projection beside that of nearest rounding: at step 0 of the integers that the coordinate descent
+begins with, then after each of its passes."""
 TUNING, HELD_BACK, TRAINING = "tuning", "held_back_error", "training_error"
 """Errors of a tuning, of two kinds: on text that nothing is trained on, and of the mini-batch."""
 ATTENTION, FEED_FORWARD = "attention", "feed_forward"
