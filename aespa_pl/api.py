@@ -174,11 +174,12 @@ def _options(key: str, value: Any) -> list[Option]:
 
 
 def _option(key: str, value: Any) -> Option:
+    if isinstance(value, str):
+        return Option(key, value)
     try:  # numbers of NumPy and torch become Python's
-        words = json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else str(v))
-    except (TypeError, ValueError) as error:
+        return Option(key, json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else str(v)))
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several numbers
         raise UserError(f"{key} is {value}: {error}") from error
-    return Option(key, value if isinstance(value, str) else words)
 
 
 def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:

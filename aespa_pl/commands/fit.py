@@ -40,7 +40,7 @@ from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION, PHASES, Measured
-from aespa_pl.run.stored_settings import has_settings
+from aespa_pl.run.stored_settings import can_read_settings
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
@@ -202,7 +202,7 @@ def _say_finished(
     """Say that a run is finished, and which texts it lacks; a lost configuration is made again."""
     progress = trainers.progress
     progress.say(f"{run.folder} is finished already: nothing to do")
-    if run.writes and not has_settings(run):
+    if run.writes and not can_read_settings(run):
         trainers.store_configuration(run)
         progress.warn(f"{run.folder / CONFIGURATION} was missing or damaged: it is made again")
     tested = known(Measured, run.folder / "test.json", [], "")

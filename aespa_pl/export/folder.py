@@ -132,6 +132,11 @@ class HuggingFace(FolderFormat):
         return value.to(model.dtype(name))
 
 
+def _in_gguf(model: QuantizedModel) -> bool:
+    """Return whether llama.cpp has a model and its tokenizer."""
+    return unsupported_part(model.pretrained.config) is None and lacking_tokenizer(model.original) is None
+
+
 @dataclass(frozen=True)
 class PackedFormat(FolderFormat):
     """Packs all integers into one number of bits."""
@@ -145,17 +150,15 @@ class PackedFormat(FolderFormat):
 
     def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield llama.cpp's types, integers of several bits without a container, and too small ones."""
-        config, folder = model.pretrained.config, model.original
-        in_gguf = unsupported_part(config) is None and lacking_tokenizer(folder) is None
         if model.quantization.format != "uniform":
             why = "its weights are stored as only llama.cpp reads them"
-            gguf = "--format gguf, or hf in the original's types" if in_gguf else "--format hf"
-            yield why, f"Use {gguf}"
+            formats = "gguf, or hf in the original's types" if _in_gguf(model) else "hf"
+            yield why, f"Use --format {formats}"
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
             do = f"Add --container_bits {bits}, in which all integers take {bits} bits"
-            gguf = ", or use --format gguf, which has a type for each matrix" if in_gguf else ""
-            yield "engines expect one number of bits here", f"{do}{gguf}"
+            other = ", or use --format gguf, which has a type for each matrix" if _in_gguf(model) else ""
+            yield "engines expect one number of bits here", f"{do}{other}"
         if model.has_experts:
             yield from self.obstacles_of_experts(model)
         if self.bits(model) < model.bits:

@@ -39,7 +39,7 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
         ) from error
 
 
-def has_settings(run: Run) -> bool:
+def can_read_settings(run: Run) -> bool:
     """Return whether the settings of a run can be read."""
     try:
         stored_settings(run.folder, run.fingerprint)

@@ -156,6 +156,7 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         ({"bit": 3}, r"^bit is unknown: did you mean bits\?$"),
         ({"calibrationn": "c4"}, r"^calibrationn is unknown: did you mean calibration\?$"),
         ({"bits": np.int64(9)}, r"quantization\.bits is 9: expected a whole number from 2 to 8$"),
+        ({"bits": torch.tensor([2, 3])}, r"bits is tensor\(\[2, 3\]\): a Tensor with 2 elements cannot"),
         ({"bits_of": {(0, "q_proj"): 3}}, r"bits_of is {\(0, 'q_proj'\): 3}: keys must be str"),
         ({"bits": 9}, r"quantization\.bits is 9: expected a whole number from 2 to 8$"),
         ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),

@@ -82,6 +82,14 @@ def test_formats_that_are_named_instead_hold_the_run(tmp_path: Path) -> None:
     CompressedTensors(4).refuse(model)
 
 
+def test_formats_without_a_tokenizer_do_not_read_it(tmp_path: Path) -> None:
+    with torch.no_grad():
+        original = save_original(CONFIGS["llama"](), tmp_path / "original")
+        run = make_run(original, tmp_path / "version_0", 4, None)
+    (original / "tokenizer.json").write_text("{")
+    Gptq().refuse(QuantizedModel.open(run.folder))
+
+
 def test_a_run_of_an_earlier_version_has_the_same_bits_everywhere(known: MakeRun) -> None:
     assert QuantizedModel.open(known("llama", 3, None).folder).matrix_bits == (3,)
 
