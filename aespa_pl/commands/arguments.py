@@ -267,8 +267,8 @@ def _mark(run: Path) -> Path:
 def _is_data(key: str, value: Any) -> bool:
     """Return whether a value neither runs anything nor says where something is written."""
     section, _, name = key.partition(".")
-    if section in SECTIONS:  # an unknown key of these is refused later
-        return key.rstrip("+") != "data.cache" or value is None
+    if section in SECTIONS:  # an unknown key of these is refused later; a section in a file may hold any
+        return key.rstrip("+") not in (section, "data.cache") or value is None
     if section != FREE:
         return key in KEYS
     if isinstance(value, str):

@@ -24,6 +24,8 @@ FOREIGN = [
     {"trainer": {"strategy": "foreign.Strategy"}},
     {"trainer": {"default_root_dir": "/elsewhere"}},
     {"trainer": "other.yaml"},
+    {"data": "other.yaml"},
+    {"data": "{cache: /elsewhere}"},
     {"trainer": {"callbacks": [{
         "class_path": "ModelCheckpoint", "init_args": {"dirpath": "/elsewhere"}
     }]}},

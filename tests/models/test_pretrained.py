@@ -1,6 +1,7 @@
 """Reading block by block gives the model that the library loads, and nothing stays behind."""
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, save
+from tests.walks import save_with_words
 
 CPU = torch.device("cpu")
 SHARD = "8KB"
@@ -259,3 +261,18 @@ def test_matrices_of_experts_are_contiguous_however_they_are_stored(tmp_path: Pa
     pretrained = PretrainedFolder.open(folder)
     for name in pretrained.block_names(0):
         assert pretrained.tensor(name).is_contiguous()
+
+
+def test_code_that_comes_with_a_model_never_runs(tmp_path: Path) -> None:
+    folder = save_with_words(make_model("llama"), tmp_path / "model")
+    ran = tmp_path / "ran"
+    (folder / "foreign.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    model = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"}
+    for name, classes in (("config", model), ("tokenizer_config", {"AutoTokenizer": ["foreign.T", None]})):
+        file = folder / f"{name}.json"
+        content = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(content | {"auto_map": classes}))
+    opened = PretrainedFolder.open(folder)
+    opened.skeleton()
+    opened.tokenizer()
+    assert not ran.exists()
