@@ -81,9 +81,7 @@ class Run(RunFolder):
 
     def is_of(self, files: Collection[Path]) -> bool:
         """Tell whether these are the files of the model that was quantized."""
-        # versions before 0.8 looked at the ends of files alone
-        known = self.fingerprint["model"]
-        return bool(known in (model_fingerprint(files), model_fingerprint(files, places=0)))
+        return bool(self.fingerprint["model"] == model_fingerprint(files))
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise UserError with everything that the result depends on and that has changed."""
@@ -103,9 +101,12 @@ class Run(RunFolder):
         self.blocks[index] = schema.BlockRecord(**known, files=self.checksums(files))
         self.forget_learning()
 
-    def finish_tuning(self, record: schema.TuningRecord, seconds: Mapping[str, float]) -> None:
-        """Note that the end-to-end tuning is done, its file on the disk, and its seconds by phase."""
-        found, file = record.model_dump() | {"seconds": dict(seconds)}, self.tuned_file
+    def finish_tuning(
+        self, record: schema.TuningRecord, seconds: Mapping[str, float], moved: Iterable[Path] = ()
+    ) -> None:
+        """Note that the end-to-end tuning is done, its files on the disk, and its seconds by phase."""
+        found = record.model_dump() | {"seconds": dict(seconds), "moved": self.checksums(moved)}
+        file = self.tuned_file
         self.tuned = schema.TunedModelRecord(**found, file=self._name(file), checksum=checksum(file))
         self.forget_learning()
 
@@ -267,11 +268,8 @@ def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}
 
 
-def model_fingerprint(files: Iterable[Path], places: int = PLACES) -> str:
-    """Return a SHA-256 over names, sizes, and parts of a model's files, wherever they lie.
-
-    Parts are the first and last MiB, and a few KiB at places in between.
-    """
+def model_fingerprint(files: Iterable[Path]) -> str:
+    """Return a SHA-256 over names, sizes, ends (a MiB) and parts of a model's files, wherever they lie."""
     # hashing 60 GB would take minutes; weights out of a pickle are in the cache, which may be moved
     digest = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
@@ -279,8 +277,8 @@ def model_fingerprint(files: Iterable[Path], places: int = PLACES) -> str:
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(MEBIBYTE))
-            for place in range(1, places):
-                file.seek(size * place // places)
+            for place in range(1, PLACES):
+                file.seek(size * place // PLACES)
                 digest.update(file.read(PART))
             file.seek(max(0, size - MEBIBYTE))
             digest.update(file.read())

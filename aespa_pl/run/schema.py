@@ -48,6 +48,7 @@ class TunedModelRecord(TuningRecord):
 
     file: FileName  # what was learned; blocks are rewritten from it one by one
     checksum: str
+    moved: dict[FileName, str] = {}  # SHA-256 of the files that tell how far integers have moved on disk
     seconds: dict[str, int | float] = {}  # by phase; empty where the run was killed right after
 
 

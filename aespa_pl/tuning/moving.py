@@ -56,11 +56,16 @@ class Moves:
 
     def file(self, index: int) -> Path:
         """Return the file of a block's offsets, by the paths of its linear layers."""
-        return self._of_step(self.step) / f"block_{index:03}.safetensors"
+        return self._of_step(self.step) / self.name(index)
+
+    @staticmethod
+    def name(index: int) -> str:
+        """Return the name of a block's file in the folder of a step."""
+        return f"block_{index:03}.safetensors"
 
     def has(self, steps: Collection[int], blocks: int) -> bool:
         """Tell whether the files of all blocks after each of the steps are whole; step 0 needs none."""
-        names = [self.file(index).name for index in range(blocks)]
+        names = [*map(self.name, range(blocks))]
         return all(has_tensors(self._of_step(step) / name) for step in steps if step for name in names)
 
     def read(self, index: int) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -58,16 +57,18 @@ class ModelTuner:
     context: Context
     writer: ModelWriter  # of the quantized blocks
 
-    def tune(self, tokens: Tensor, hidden: Batches) -> Tuned:
+    def tune(self, tokens: Tensor, hidden: Batches) -> tuple[Tuned, list[Path]]:
         """Tune the model on all segments ``[segments, L]``, and write what was learned to a file of the run.
 
-        ``hidden`` are the original's hidden states after its last block, of this process's segments.
+        ``hidden`` are the original's hidden states after its last block, of this process's segments. The
+        files that are returned tell how far the integers of each block have moved on disk.
         """
         context, source, world = self.context, self.context.source, self.context.world
         world.wait_for_all()  # for the files of the last block
         settings, count = context.settings.tuning.model, source.block_count
         streamed = settings.blocks == "disk"
-        name = "model, blocks on disk" if streamed else "model"
+        # targets are hidden states, which are another dtype's
+        name = f"model{', blocks on disk' if streamed else ''} in {source.dtype}"
         training = Training(count, name, "end_to_end", processes=world.size)
         pairs = SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
@@ -99,19 +100,17 @@ class ModelTuner:
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 checkpoint=world.from_first(partial(self._checkpoint, training, moves, pairs.steps)),
             )
-            checksums: dict[str, str] = {}
             if streamed:
                 found, learned = self._tune_streamed(model, train, moves)
-                if moves is not None and moves.step:
-                    checksums = context.run.checksums(map(moves.file, range(count)))
             else:
                 found, learned = self._tune_in_memory(model, train)
         del model, train, pairs  # the pairs know the Trainer, and so all that it has trained
         context.free_memory()
         world.wait_for_all()  # the first one replaces files that others read
         if world.is_first:
-            write_tensors(context.run.tuned_file, learned, checksums)
-        return found
+            write_tensors(context.run.tuned_file, learned, {})
+        moved = range(count) if moves is not None and moves.step else ()
+        return found, [cast(Moves, moves).file(index) for index in moved]
 
     def _checkpoint(self, training: Training, moves: Moves | None, steps: int) -> Path | None:
         """Return the checkpoint to continue; where integers move, there is none without their files.
@@ -256,12 +255,11 @@ def offsets(run: Run, index: int) -> dict[str, Tensor]:
 
     Raises UserError where the file is missing, or another than the one that the tuning has left.
     """
-    with safe_open(run.tuned_file, "pt") as file:
-        checksums: dict[str, str] = file.metadata() or {}
-    if not checksums:
+    moved = {} if run.tuned is None else run.tuned.moved
+    if not moved:
         return {}
-    name = sorted(checksums)[index]
-    if not run.is_whole(name, checksums[name]):
+    name = next((name for name in moved if Path(name).name == Moves.name(index)), "")
+    if not run.is_whole(name, moved.get(name, "")):
         raise UserError(
             f"{run.folder / name} is missing or changed: remove {run.tuned_file}, and all blocks are "
             "quantized again"

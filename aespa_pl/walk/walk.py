@@ -79,7 +79,7 @@ class Walk:
     def _begin(self, tokens: Tensor) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
         run = self.context.run
-        for folder in (run.block_file(0).parent, run.model_folder, run.couplings_folder):
+        for folder in (run.folder, run.block_file(0).parent, run.model_folder, run.couplings_folder):
             remove_leftovers(folder)
         for line in run.reopen(self.context.source.block_count):
             self.context.progress.say(line)
@@ -202,9 +202,9 @@ class Walk:
         context, phase = self.context, "tuning the model"
         seconds = context.stopwatch.since()
         with context.measure(phase):
-            tuned = tuner.tune(tokens, streams.original)
+            tuned, moved = tuner.tune(tokens, streams.original)
         if context.world.is_first:
-            context.run.finish_tuning(record.tuning(tuned), {phase: seconds()[phase]})
+            context.run.finish_tuning(record.tuning(tuned), {phase: seconds()[phase]}, moved)
         self._log(record.tuning_curves(tuned, "divergence"), context.source.block_count)
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 

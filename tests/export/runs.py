@@ -272,10 +272,13 @@ def sha(file: Path) -> str:
 
 
 def fingerprint(original: Path) -> str:
-    """Compute what the journal has of the original: names, sizes, first and last MiB of its files."""
+    """Compute what the journal has of the original: names, sizes, ends and other parts of its files."""
     digest = hashlib.sha256()
     for file in sorted([original / "config.json", *original.glob("*.safetensors")]):
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)}".encode())
-        digest.update(content[: 2**20] + content[-(2**20) :])
+        digest.update(content[: 2**20])
+        for start in (len(content) * place // 1024 for place in range(1, 1024)):
+            digest.update(content[start : start + 4096])
+        digest.update(content[-(2**20) :])
     return digest.hexdigest()
