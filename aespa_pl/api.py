@@ -41,6 +41,13 @@ OF_COMMAND = re.compile(
     rf"--(?=(?:{'|'.join((*SECTIONS, FREE))})\.|(?:{'|'.join(('format', 'output', *EXPORT))})\b)"
 )
 """Matches the dashes before a key or an option of an export in messages of the command line."""
+IN_PYTHON = {
+    f"--{TRUST} true": "trust=True",
+    ", or give your own with --config": "",
+    ", or give the run's configuration with --config": "",
+    "without --ckpt_path": "with aespa_pl.quantize",
+}
+"""Advice of the command line, with what is written here."""
 KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
 
 
@@ -88,7 +95,7 @@ class QuantizedRun:
             with nullcontext() if self.progress else redirect_stdout(StringIO()):
                 export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
         except UserError as error:
-            raise UserError(OF_COMMAND.sub("", str(error))) from error
+            raise UserError(_in_python(str(error))) from error
         return target
 
 
@@ -214,24 +221,31 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
 
 def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
     """Run ``fit`` with options, under this process's own settings."""
-    given = with_run(given, "fit")
-    refuse_mistakes(given, "fit")
-    refuse_other_methods(given)
     interruption = Interruption()
     end_with_launcher()
     try:
+        given = with_run(given, "fit")
+        refuse_mistakes(given, "fit")
+        refuse_other_methods(given)
         with _own_process(), quiet(), interruption.watching():
             console = PlainConsole(stderr=True, quiet=not progress)
             parsed = AespaCLI(given, "fit")
             run, metrics = application.quantize(parsed, interruption, console)
     except (UserError, PeerLostError, OSError) as error:
-        words = OF_COMMAND.sub("", system_words(error) if isinstance(error, OSError) else str(error))
+        words = _in_python(system_words(error) if isinstance(error, OSError) else str(error))
         raise UserError(one_line(f"{words}{_then(interruption)}")) from error
     except RunInterrupted as stop:  # it ends as a process ends that does not watch signals
         if stop.number != signal.SIGINT:
             signal.raise_signal(stop.number)
         raise KeyboardInterrupt(f"stopped{_then(interruption) or ': nothing was begun'}") from None
     return QuantizedRun(run.folder.absolute(), metrics, progress)
+
+
+def _in_python(message: str) -> str:
+    """Return a message of the command line as one of this module."""
+    for command, python in IN_PYTHON.items():
+        message = message.replace(command, python)
+    return OF_COMMAND.sub("", message)
 
 
 def _then(interruption: Interruption) -> str:

@@ -1,6 +1,7 @@
 """Write models, texts and token ids that are in memory into files, from which a run reads them."""
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,13 +66,22 @@ def kept(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
             made = Path(temporary, name)
             made.mkdir()
             write(made)
-            content = hashlib.sha256()
-            for file in sorted(path for path in made.rglob("*") if path.is_file()):
-                content.update(f"{file.relative_to(made)} {checksum(file)}\n".encode())
-            target = folder / f"{name}-{content.hexdigest()[:16]}"
+            content = _checksum(made)
+            target = folder / f"{name}-{content[:16]}"
             try:
                 made.rename(target)
             except OSError:  # it is there: of an earlier call, or of another process meanwhile
                 if not target.is_dir():
                     raise
+                if _checksum(target) != content:  # such as after a power cut
+                    shutil.rmtree(target)
+                    made.rename(target)
     return target.absolute()
+
+
+def _checksum(folder: Path) -> str:
+    """Return the SHA-256 of the names and contents of all files in a folder."""
+    content = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content.update(f"{file.relative_to(folder)} {checksum(file)}\n".encode())
+    return content.hexdigest()

@@ -20,7 +20,7 @@ from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.effect import refuse_other_quantization, without_effect
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
-from aespa_pl.commands.limits import check_space, shortages, tuning_shortages
+from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.output import CELL, print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
@@ -31,13 +31,13 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
 from aespa_pl.planning.estimate import needs_of, product_rate, rows_of
-from aespa_pl.planning.shape import Devices
+from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.resolve import resolved
 from aespa_pl.run.find import LAST, find_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.run.stored_settings import stored_quantization
+from aespa_pl.run.stored_settings import can_read_settings, stored_quantization, stored_settings
 from aespa_pl.settings import QuantizationSettings, Settings
 
 MEASURING_SECONDS = 2.0  # in which the rate of the device is measured
@@ -77,11 +77,12 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         if resume in (None, LAST) and (idle := without_effect(parsed.arguments, job.quantization)):
             progress.say(idle)
-        if job.quantization.target is not None:
-            world.from_first(partial(_check_inputs, job))
+        if job.quantization.target is not None and resume in (None, LAST):
+            setup = job.setup(Devices(trainer.world_size, trainer.num_nodes))
+            world.from_first(partial(_check_inputs, job, setup))
         job, mixture = for_target(job, settings, resume, progress, world)
         job = _with_agreed_place(job, world)
-        saved = parsed.text(job.quantization)
+        saved = parsed.text(job.quantization, job.model.revision)
         trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
         run, metrics = fit.fit(job, resume, trainers, one_block=smoke)
     trainers.show_result(asdict(job.quantization), metrics)
@@ -97,25 +98,31 @@ def _with_agreed_place(job: Job, world: World) -> Job:
     return replace(job, quantization=replace(job.quantization, tuning=tuning))
 
 
-def _check_inputs(job: Job) -> None:
+def _check_inputs(job: Job, setup: Setup) -> None:
     """Notice before a choice, which takes minutes, what a run would refuse after it."""
     job.evaluation()
-    check_space(job.runs_folder, 0, "--output.folder")
+    fit.refuse_without_room(job, setup)
 
 
 def _continued(settings: Settings, resume: str | None) -> Settings:
-    """Return settings with the place of the blocks that a run has, if it followed from the free memory."""
-    tuning = settings.quantization.tuning
-    if resume in (None, LAST) or tuning.model.blocks != "auto":
+    """Return settings with what a run has found: the model's revision, and the place of the blocks."""
+    if resume in (None, LAST):
         return settings
-    place = stored_quantization(Run.open(Path(resume))).tuning.model.blocks
-    tuning = replace(tuning, model=replace(tuning.model, blocks=place))
-    return replace(settings, quantization=replace(settings.quantization, tuning=tuning))
+    run, model, tuning = Run.open(Path(resume)), settings.model, settings.quantization.tuning
+    if model.revision is None and can_read_settings(run):
+        known = stored_settings(run.folder, run.fingerprint).model
+        if known.pretrained == model.pretrained:
+            settings = replace(settings, model=replace(model, revision=known.revision))
+    if tuning.model.blocks == "auto":
+        place = stored_quantization(run).tuning.model.blocks
+        tuning = replace(tuning, model=replace(tuning.model, blocks=place))
+        settings = replace(settings, quantization=replace(settings.quantization, tuning=tuning))
+    return settings
 
 
 def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     if parsed.config.print_config:
-        sys.stdout.write(parsed.text(_planned(parsed)))
+        sys.stdout.write(parsed.text(_planned(parsed), parsed.settings.model.revision))
         return
     console = PlainConsole()
     run, metrics = quantize(parsed, interruption, console)

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 
 from aespa_pl.commands.output import CELL
+from aespa_pl.distributed.launch import LAUNCHER
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 
@@ -18,7 +19,7 @@ def in_process(interruption: Interruption, words: Sequence[str]) -> str:
             # -P: a file of the current folder, such as yaml.py, stands for no library
             [sys.executable, "-P", "-m", "aespa_pl", "fit", *words],
             stderr=errors,
-            env={**os.environ, CELL: "1"},
+            env={**os.environ, CELL: "1", LAUNCHER: str(os.getpid())},
             process_group=0,
         )
         status = _wait(process)

@@ -86,13 +86,14 @@ def export(
     folder = find_run(run, expanded(runs_folder), name)
     refuse_smoke_test(folder)
     target = expanded(output).absolute() if output else folder / "export" / format
-    if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
+    held = {path.name for path in target.iterdir()} if target.is_dir() else set[str]()
+    if target.is_file() or (held and PARTIAL not in held):
         raise UserError(f"--output: {target} exists and is not an empty folder: choose another")
     model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))
     chosen.refuse(model)
     # no format exceeds the size of the original by much
     files = {tensor.file for tensor in model.pretrained.tensors.values()}
-    check_space(target, sum(file.stat().st_size for file in files), "--output")
+    check_space(target, sum(file.stat().st_size for file in files), "choose another folder with --output")
     if push_to_hub is not None:
         try:
             HfApi().whoami()
@@ -145,6 +146,9 @@ def _growing(target: Path) -> Iterator[Path]:
                 shutil.rmtree(left)
             elif left.name != "lock":
                 left.unlink()
+        for moved in target.iterdir():  # by one that was killed at its end; what it lacked came after these
+            if moved.suffix in WEIGHT_FILES:
+                moved.unlink()
         yield partial
         with disk_errors(target):
             # the weights first: a folder that has config.json and README.md is complete

@@ -21,7 +21,7 @@ from aespa_pl.commands.arguments import CONFIGURATION, Arguments
 from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import check_space, refuse_tuning
+from aespa_pl.commands.limits import check_space, tuning_shortages
 from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
@@ -39,7 +39,8 @@ from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DESCRIPTION, PHASES, Measured
+from aespa_pl.run.model_writer import companions
+from aespa_pl.run.schema import PHASES, Measured
 from aespa_pl.run.stored_settings import can_read_settings
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
@@ -129,17 +130,8 @@ def _start(
     if resume == LAST:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
     earlier = None if resume in (None, LAST) else Run.open(Path(resume))
-    if (job.pretrained.folder / DESCRIPTION).is_file():
-        raise UserError(
-            f"{job.model.pretrained} is a model that aespa-pl has quantized already ({DESCRIPTION} lies in "
-            "it): give the original to model.pretrained"
-        )
     if earlier is None or not earlier.metrics_file.is_file():
-        alone, files = job.setup(), earlier.folder.rglob("*") if earlier else ()
-        needed = disk_bytes(alone, job.pretrained.dtype.itemsize, choose_partition(alone))
-        needed -= sum(path.stat().st_size for path in files if path.is_file())
-        check_space(earlier.folder if earlier else job.runs_folder, needed, "--output.folder")
-        refuse_tuning(setup, _tuned(earlier, len(job.shape.of_blocks)))
+        refuse_without_room(job, setup, earlier)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -150,6 +142,8 @@ def _start(
         for name in job.pretrained.tensors:  # all: a NaN in the last block is noticed before hours of work
             job.pretrained.tensor(name, job.dtype)
             progress.advance()
+        for file in companions(job.pretrained.folder):  # and one that can't be read when it is copied
+            file.read_bytes()
         run = Run.create(job.runs_folder, fingerprint)
         locks.enter_context(run.locked())
         for warning in _seen(job):
@@ -163,6 +157,23 @@ def _start(
     return run, tokens, texts, _finished(run, progress)
 
 
+def refuse_without_room(job: Job, setup: Setup, earlier: Run | None = None) -> None:
+    """Raise UserError where the disk, or the device for a tuning, has too little room for a run."""
+    alone, done = job.setup(), None
+    needed = disk_bytes(alone, job.pretrained.dtype.itemsize, choose_partition(alone))
+    if earlier is None:
+        check_space(job.runs_folder, needed, "choose another folder with --output.folder")
+    else:
+        needed -= sum(path.stat().st_size for path in earlier.folder.rglob("*") if path.is_file())
+        check_space(earlier.folder, needed, "move the run's folder")
+        complete = {
+            "blocks": len(earlier.blocks) == len(job.shape.of_blocks), "model": earlier.tuned is not None
+        }  # fmt: skip
+        done = [key for key, done in complete.items() if done]
+    if words := tuning_shortages(setup, done):
+        raise UserError(words[0])
+
+
 def _seen(job: Job) -> Iterator[str]:
     """Yield a warning for each text whose perplexity says little, because it is calibrated on."""
     if job.quantization.uses_inputs:
@@ -172,14 +183,6 @@ def _seen(job: Job) -> Iterator[str]:
                 f"{text} is a calibration text as well: perplexity of it is that of text the quantization "
                 "has seen"
             )
-
-
-def _tuned(earlier: Run | None, blocks: int) -> list[str]:
-    """Return what a run has tuned completely, by the keys of ``quantization.tuning``."""
-    if earlier is None:
-        return []
-    complete = {"blocks": len(earlier.blocks) == blocks, "model": earlier.tuned is not None}
-    return [key for key, done in complete.items() if done]
 
 
 def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from aespa_pl.planning.budget import resolved_data, resolved_place
 from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.journal import model_fingerprint
+from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, ModelSettings, Settings
 from aespa_pl.storage.cache import cache_folder
 from aespa_pl.storage.files import checksum_of
@@ -100,7 +101,9 @@ class Job(Checked):
     @classmethod
     def prepare(cls, settings: Settings, device: torch.device) -> "Job":
         """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
-        folder = find_model(settings, device, weights=True)
+        folder, model = find_model(settings, device, weights=True), settings.model
+        if model.revision is None and folder.parent.name == "snapshots":  # what main is today
+            settings = replace(settings, model=replace(model, revision=folder.name))
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
         fitting = checked(settings, device, pretrained.config, pretrained.dtype)
         return cls(**vars(fitting), pretrained=pretrained)
@@ -190,7 +193,13 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
     if expanded(settings.output.folder).is_file():
         raise UserError(f"output.folder: {settings.output.folder} is a file: name a folder")
     resolved(settings.quantization, device.type)
-    return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
+    folder = resolve(settings.model.pretrained, settings.model.revision, weights=weights)
+    if (folder / DESCRIPTION).is_file():
+        raise UserError(
+            f"{settings.model.pretrained} is a model that aespa-pl has quantized already ({DESCRIPTION} lies "
+            "in it): give the original to model.pretrained"
+        )
+    return folder
 
 
 def checked(

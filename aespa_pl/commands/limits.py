@@ -84,14 +84,11 @@ def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings
                 )
 
 
-def refuse_tuning(setup: Setup, done: Collection[str] = ()) -> None:
-    """Raise UserError for a tuning that has too few segments, or doesn't fit; ``done`` are behind a run."""
-    if words := tuning_shortages(setup, done):
-        raise UserError(words[0])
+def tuning_shortages(setup: Setup, done: Collection[str] | None = None) -> list[str]:
+    """Return which tuning doesn't fit into the device's memory. Raises UserError for too few segments.
 
-
-def tuning_shortages(setup: Setup, done: Collection[str] = ()) -> list[str]:
-    """Return which tuning doesn't fit into the device's memory. Raises UserError for too few segments."""
+    ``done`` are the tunings that a run to be continued has behind it; None: the run is a new one.
+    """
     shape, work, settings, given = setup.shape, setup.work, setup.quantization, room(setup)
     tuning, said = settings.tuning, list[str]()
     if not tuning.enabled:
@@ -104,18 +101,29 @@ def tuning_shortages(setup: Setup, done: Collection[str] = ()) -> list[str]:
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
         ("model", tuning.model, of_model),
     ):
-        if not section.enabled or key in done:
+        if not section.enabled or key in (done or ()):
             continue
         held_back_and_steps(work.segments, section.batch_size, tuning.held_back)
         if needed > given.free:
+            advice = _how_to_fit(key, setup, given.waiting, new=done is None)
             said.append(
                 f"quantization.tuning.{key} needs about {human(needed, 'B')} of the {setup.device.type}'s "
                 f"memory, of which {human(max(0.0, given.free), 'B')} may be taken{shared} beside "
-                f"{human(given.waiting, 'B')} of hidden states: lower quantization.tuning.{key}.batch_size "
-                "or data.calibration.segment_length, set data.hidden_states or "
-                f"quantization.tuning.model.blocks to disk, or quantization.tuning.{key}.enabled to false"
+                f"{human(given.waiting, 'B')} of hidden states: {advice}"
             )
     return said
+
+
+def _how_to_fit(key: str, setup: Setup, waiting: int, *, new: bool) -> str:
+    """Return what makes room for a tuning; of a run that is continued, most settings stay."""
+    keys = ["data.hidden_states"] if waiting else []
+    if key == "model" and setup.quantization.tuning.model.blocks != "disk":
+        keys.append("quantization.tuning.model.blocks")
+    disk = [f"set {' or '.join(keys)} to disk"] if keys else []
+    if not new:
+        return ", ".join([*disk, "free memory, or continue it on a device with more"])
+    lower = f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length"
+    return ", ".join([lower, *disk, f"or set quantization.tuning.{key}.enabled to false"])
 
 
 def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> None:
@@ -127,9 +135,9 @@ def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> N
         )
 
 
-def check_space(folder: Path, needed: float, key: str) -> None:
+def check_space(folder: Path, needed: float, otherwise: str) -> None:
     """Raise UserError for a folder that can't be written to or has too few bytes; it need not exist yet."""
-    advice = f"{MEND}, or choose another folder with {key}"
+    advice = f"{MEND}, or {otherwise}"
     with disk_errors(folder, advice), tempfile.TemporaryFile(dir=existing(folder)):
         pass
     free = shutil.disk_usage(existing(folder)).free

@@ -114,9 +114,10 @@ class AespaCLI(LightningCLI):
         config.trainer.logger = logger
         return cast(Namespace, self.made(config).trainer)
 
-    def text(self, quantization: QuantizationSettings) -> str:
+    def text(self, quantization: QuantizationSettings, revision: str | None) -> str:
         """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
 
+        ``revision`` is the one of the model's that was found, so that it is found again when there are newer.
         The method has replaced every null of the quantization, because a later version of it may decide
         otherwise; but learning rates follow the bits, which may be others where it is used again.
         Raises UserError where a callback or logger has an argument that YAML can't hold.
@@ -138,7 +139,7 @@ class AespaCLI(LightningCLI):
             decided |= {key: None for key in decided if key.endswith("_rate") and given[part][key] is None}
         # a run may be continued, measured and exported from another folder
         model, data = content["model"], content["data"]
-        model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
+        model["pretrained"], model["revision"] = _absolute(model["pretrained"], Path.is_dir), revision
         for section, key in (("calibration", "source"), ("evaluation", "texts")):
             data[section][key] = _absolute_texts(data[section][key])
         if data["cache"]:

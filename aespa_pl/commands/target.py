@@ -15,9 +15,8 @@ from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.extras import install_command
 from aespa_pl.models.llama_cpp_types import MIXTURES
-from aespa_pl.paths import expanded
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.find import LAST, find_run, last_run
+from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import Settings
@@ -36,9 +35,9 @@ def for_target(
     """
     if given.quantization.target is None:
         return job, None
-    fixed, runs, name = _fixed(job, given), expanded(job.output.folder), job.output.name
-    if resume is not None and (resume != LAST or last_run(runs, name) is not None):
-        stored = stored_quantization(Run.open(find_run(resume, runs, name)))
+    fixed = _fixed(job, given)
+    if resume not in (None, LAST):  # of a name without a run, last begins one
+        stored = stored_quantization(Run.open(Path(resume)))
         of_run = stored.bits_of if stored.format == UNIFORM else stored.types
         # what the user names anew is a change, which the run refuses
         return _with_choice(job, given, {**of_run, **fixed}), None

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
@@ -45,6 +46,8 @@ class JournaledCheckpointIO(TorchCheckpointIO):
                     raise OSError(errno.EIO, "a write failed, the disk may be full") from error
 
         write_whole(path, write)
+        if self.run.checkpoint is None:
+            refuse_objects(path)
         if path.parent.resolve() != self.folder.resolve():  # of a callback of the user's
             return
         before, path = self.run.checkpoint, self.folder / path.name  # Lightning's path is absolute
@@ -66,6 +69,17 @@ def read_checkpoint(path: str | Path, **options: Any) -> Any:
             f"{path} holds the state of a callback in objects, which are not read, because reading them "
             "may run code: remove it, and the training that it is of begins again"
         ) from error
+
+
+def refuse_objects(path: Path) -> None:
+    """Raise UserError for a checkpoint that can be written, but not read: it is removed."""
+    if objects := get_unsafe_globals_in_checkpoint(path):
+        path.unlink()
+        raise UserError(
+            f"a callback of the trainer section has {', '.join(objects)} in its state, which no run can be "
+            "continued with, because reading it may run code: let its state_dict have numbers, texts, lists, "
+            "dictionaries and tensors alone"
+        )
 
 
 class StopAtIteration(Callback):

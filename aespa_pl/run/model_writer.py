@@ -1,6 +1,5 @@
 """Write the quantized model as a Hugging Face folder, block by block while the walk goes on."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +73,12 @@ class ModelWriter:
 
 def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:
     """Copy the files that belong to a model, other than its weights, byte for byte."""
-    for file in sorted({file for pattern in patterns for file in origin.glob(pattern)}):
-        if file.is_file() and not file.match(CODE):
-            write_whole(folder / file.relative_to(origin), partial(shutil.copyfile, file))
+    for file in companions(origin, patterns):
+        content = file.read_bytes()  # not in what writes, which would name the wrong folder
+        write_whole(folder / file.relative_to(origin), partial(Path.write_bytes, data=content))
+
+
+def companions(origin: Path, patterns: tuple[str, ...] = COMPANIONS) -> list[Path]:
+    """Return the files that belong to a model, other than its weights and code."""
+    found = sorted({file for pattern in patterns for file in origin.glob(pattern)})
+    return [file for file in found if file.is_file() and not file.match(CODE)]

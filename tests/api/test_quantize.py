@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import aespa_pl
@@ -243,3 +244,36 @@ def test_the_process_keeps_its_settings(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_what_is_kept_of_a_text_is_made_again_where_it_is_damaged(tmp_path: Path) -> None:
+    """As after a power cut."""
+    for _ in range(2):
+        folder = kept(tmp_path, "calibration", lambda made: write_text(made / "a", "b"))
+        assert (folder / "a").read_text() == "b"
+        (folder / "a").write_text("")
+
+
+def test_a_foreign_run_is_refused_with_what_to_write_in_python(
+    whole: aespa_pl.QuantizedRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "foreign" / "version_0"
+    shutil.copytree(whole.folder, run)
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    content["trainer"]["callbacks"] = [{"class_path": "foreign.Callback"}]
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(
+        aespa_pl.UserError, match=r"names code to run .*: read it, and add trust=True if"
+    ) as e:
+        aespa_pl.resume(run)
+    assert "--" not in str(e.value)
+
+
+def test_a_configuration_is_read_and_keywords_count_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    settings = {"quantization": {"bits": 4, "symmetric": True}, "model": {"dtype": "bfloat16"}}
+    file.write_text(yaml.safe_dump(settings))
+    run = call(tmp_path, config=file, bits=3, dtype="float32", method="rtn", rounding={}, progress=False)
+    stored = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert (stored["quantization"]["bits"], stored["quantization"]["symmetric"]) == (3, True)
+    assert stored["model"]["dtype"] == "float32"

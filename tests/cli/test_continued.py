@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from aespa_pl.commands.arguments import Arguments, with_run
+from aespa_pl.run.journal import Run
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
 
 
@@ -214,3 +215,39 @@ def test_a_run_is_continued_with_less_free_memory(
     status, out, err = aespa("fit", *small(model), *NO_TEXTS, "--ckpt_path", run)
     assert (status, err) == (0, "")
     assert "finished already" in " ".join(out.split())
+
+
+def test_a_run_is_continued_with_the_revision_that_it_has_found(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's main may be another commit meanwhile; the hub is replaced by a folder of snapshots."""
+    snapshots = Path("snapshots").absolute()
+    shutil.copytree(model, snapshots / "first")
+    main = "first"
+    monkeypatch.setattr(
+        "aespa_pl.commands.job.resolve", lambda _, revision, **__: snapshots / (revision or main)
+    )
+    arguments = [*small(model), *NO_TEXTS, "--model.pretrained", "org/name"]
+    status, out, err = aespa("fit", *arguments)
+    assert (status, err) == (0, "")
+    run = Path(out.splitlines()[-1])
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == "first"
+    main = "second"
+    shutil.copytree(model, snapshots / main)
+    config = json.loads((model / "config.json").read_text())
+    (snapshots / main / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    for words in ((*arguments, *LAST), ("--ckpt_path", run)):
+        (run / "metrics.json").unlink()
+        status, _, err = aespa("fit", *words)
+        assert (status, err) == (0, "")
+    status, _, err = aespa("fit", *arguments, *LAST, "--model.revision", main)
+    assert status == 2
+    assert "model was" in err
+
+
+def test_a_run_that_another_process_has_is_not_continued(aespa: CommandLine, finished: Done) -> None:
+    run = finished.copied()
+    with Run.open(run).locked():
+        status, _, err = aespa("fit", "--ckpt_path", run)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "is in use by another process: wait for it" in err

@@ -1,7 +1,9 @@
 """A damaged model and a full disk are refused before anything is computed."""
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -50,17 +52,6 @@ def test_damaged_model_is_refused_before_calibration(
     assert re.search(message, err)
 
 
-def test_full_disk_is_said_before_anything_is_computed(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(".")._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    status, out, err = aespa("fit", *small(model), "--output.folder", "new/runs")
-    assert (status, out) == (2, "")
-    assert re.search(r"1\.0 KB free, but about [\d.]+ KB more are needed.* --output\.folder", err)
-    assert not Path("new").exists()
-
-
 def test_space_that_a_run_has_filled_itself_is_not_asked_for_again(
     aespa: CommandLine, model: Path, unmeasured: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,3 +64,43 @@ def test_space_that_a_run_has_filled_itself_is_not_asked_for_again(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert aespa("fit", *arguments)[0] == 2
     assert aespa("fit", *arguments, *LAST)[0] == 0
+    (run / "metrics.json").unlink()
+    (run / "ballast").unlink()
+    shutil.rmtree(run / "model")
+    status, _, err = aespa("fit", *arguments, *LAST)
+    assert status == 2
+    assert "or move the run's folder" in err  # a run goes on where it is
+    assert "--output.folder" not in err
+
+
+@pytest.mark.parametrize("target", [(), ("--quantization.target", 3.5)])
+def test_full_disk_is_said_before_anything_is_computed(
+    aespa: CommandLine, model: Path, target: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("aespa_pl.commands.target.predicted_losses", lambda *_: pytest.fail("chosen"))
+    status, _, err = aespa("fit", *small(model), *target, "--output.folder", "new/runs")
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"1\.0 KB free, but about [\d.]+ KB more are needed.* --output\.folder", err)
+    assert not Path("new").exists()
+
+
+def test_a_file_of_the_model_that_cannot_be_read_is_named_at_once(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied after the last block. Root may read any file, so the disk fails."""
+    shutil.copytree(model, "model")
+    licence = Path("model", "LICENSE")
+    licence.touch()
+    read = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == licence.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    status, _, err = aespa("fit", *small(Path("model")))
+    assert (status, err) == (2, f"aespa-pl: {licence}: Input/output error\n")
+    assert not list(Path().glob("lightning_logs/aespa/version_*"))

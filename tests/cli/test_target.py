@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.commands import NO_TEXTS, CommandLine
+from tests.cli.commands import LAST, NO_TEXTS, CommandLine
 from tests.forks import Forks
 
 BASE = (
@@ -178,3 +178,12 @@ def test_transformers_gives_the_logits_of_a_bloom_run(form: str, aespa: CommandL
     status, out, err = aespa("export", "last", "--format", form)
     assert (status, err) == (0, "")
     assert "logits equal" in out
+
+
+def test_a_smoke_test_chooses_anew(aespa: CommandLine) -> None:
+    """Also where there is no run yet but an earlier smoke test, which is not what is continued."""
+    smoke = (*BASE, *TYPED, "--trainer.fast_dev_run", "true", *LAST)
+    assert aespa("fit", *smoke, "--quantization.target", "420 kB")[0] == 0
+    status, _, err = aespa("fit", *smoke, "--quantization.target", "1 kB")
+    assert status == 2
+    assert "quantization.target is 1 kB" in err

@@ -1,5 +1,6 @@
 """Segments begin with BOS where the model needs it, or the user wants it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.relatives import Gemma2Family, Gemma3Family
 from aespa_pl.settings import DataSettings
+from tests.jobs import embedded, prepared
 
 TOKENIZER: Any = SimpleNamespace(bos_token_id=2)
 WITHOUT: Any = SimpleNamespace(bos_token_id=None)
@@ -36,3 +38,12 @@ def test_a_tokenizer_without_bos_is_refused_only_where_the_user_asks_for_it() ->
     assert bos_of(DataSettings(), WITHOUT, Gemma3Family()) is None
     with pytest.raises(UserError, match=r"data\.bos is true, but the tokenizer has no BOS"):
         bos_of(DataSettings(bos=True), WITHOUT, LlamaFamily())
+
+
+def test_segments_of_a_run_begin_with_bos() -> None:
+    settings = embedded("llama")
+    job = prepared(replace(settings, data=replace(settings.data, bos=True)))
+    bos = job.pretrained.tokenizer().bos_token_id
+    for tokens in (job.calibration(), *job.evaluation().values()):
+        assert (tokens[:, 0] == bos).all()
+    assert not (prepared(settings).calibration()[:, 0] == bos).all()

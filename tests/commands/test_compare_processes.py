@@ -17,6 +17,7 @@ from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.cell_process import in_process
 from aespa_pl.commands.compare import compare, run
+from aespa_pl.distributed.launch import LAUNCHER
 from aespa_pl.errors import EndedError
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.interruption import Interruption, RunInterrupted
@@ -128,3 +129,12 @@ def test_two_signals_at_once_do_not_leave_a_run_behind(
         assert Impatient.started.wait(10) == -signal.SIGTERM
     finally:
         Impatient.started.kill()
+
+
+def test_a_cell_ends_with_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell looks whether the process that started it is there; a killed one can't end its cells."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho ${LAUNCHER} >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    assert in_process(Interruption(), []) == str(os.getpid())

@@ -223,3 +223,17 @@ def test_exports_are_the_same_bytes_each_time(known: MakeRun, tmp_path: Path) ->
             export(str(run.folder), format=name, output=str(folder), verify="bytes")
         first, second = ({f: (d / f).read_bytes() for f in files(d)} for d in folders)
         assert first == second
+
+
+def test_an_export_that_was_killed_while_its_files_moved_is_written_again(
+    fresh: Known, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export(str(fresh.folder), format="hf", output=str(out), verify="bytes")
+    expected = files(out)
+    (out / "config.json").unlink()
+    (out / "model-of-other-options.safetensors").touch()
+    (out / ".aespa-pl.partial").mkdir()
+    (out / ".aespa-pl.partial" / "config.json").touch()
+    export(str(fresh.folder), format="hf", output=str(out), verify="bytes")
+    assert files(out) == expected

@@ -1,4 +1,7 @@
-"""Each method takes the steps of the table in docs/methods.md, which is restated here."""
+"""Each method takes the steps that docs/methods.md describes, and all methods are there."""
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +42,9 @@ def steps(method: Method) -> set[str]:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_takes_the_steps_of_the_table(name: str) -> None:
     assert steps(METHODS[name]) == STEPS[name]
+
+
+def test_the_page_has_every_method() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    table = page.partition("| method | grid |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == sorted(METHODS)

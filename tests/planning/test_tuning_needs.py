@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from aespa_pl.commands.limits import refuse_tuning
+from aespa_pl.commands.limits import tuning_shortages
 from aespa_pl.errors import UserError
 from aespa_pl.measure import human
 from aespa_pl.models import family_of
@@ -167,36 +167,40 @@ def test_segments_of_a_mini_batch_run_one_by_one_where_blocks_are_on_disk() -> N
 
 
 @pytest.mark.parametrize(("settings", "key"), [(BLOCKS, "blocks"), (MODEL, "model")])
-def test_what_does_not_fit_is_refused_with_what_to_switch_off(
-    settings: QuantizationSettings, key: str
-) -> None:
-    refuse_tuning(Setup(shape(), WORK, DataSettings(), settings, CPU))
+def test_what_does_not_fit_is_named_with_what_to_do(settings: QuantizationSettings, key: str) -> None:
+    assert not tuning_shortages(Setup(shape(), WORK, DataSettings(), settings, CPU))
     tight = DataSettings(memory_gb=1e-6)
-    refuse_tuning(Setup(shape(), WORK, tight, NONE, CPU))
-    with pytest.raises(UserError, match=rf"quantization.tuning.{key}.enabled to false"):
-        refuse_tuning(Setup(shape(), WORK, tight, settings, CPU))
-    refuse_tuning(Setup(shape(), WORK, tight, settings, CPU), [key])  # a run that has done it goes on
+    assert not tuning_shortages(Setup(shape(), WORK, tight, NONE, CPU))
+    setup = Setup(shape(), WORK, tight, settings, CPU)
+    assert not tuning_shortages(setup, [key])  # a run that has done it goes on
+    of_new, of_continued = tuning_shortages(setup)[0], tuning_shortages(setup, [])[0]
+    assert f"quantization.tuning.{key}.enabled to false" in of_new
+    assert f"lower quantization.tuning.{key}.batch_size" in of_new
+    for refused in ("batch_size", "segment_length", "enabled"):  # a run can't be continued with others
+        assert refused not in of_continued
+    for words in (of_new, of_continued):
+        assert "data.hidden_states" in words
+        assert ("tuning.model.blocks to disk" in words) == (key == "model")
 
 
 def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = hidden_bytes(shape(), WORK, MODEL)
     monkeypatch.setattr(budget, "free_bytes", lambda _: 0.5 * waiting / RESERVE)
-    taken = re.escape(f"of which 0 B may be taken beside {human(waiting, 'B')} of hidden states")
-    with pytest.raises(UserError, match=taken):
-        refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
+    (words,) = tuning_shortages(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
+    assert f"of which 0 B may be taken beside {human(waiting, 'B')} of hidden states" in words
 
 
 def test_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = model_bytes(shape(), WORK, MODEL, recompute=True)
     free = 1.5 * needed / RESERVE + 2 * hidden_bytes(shape(), WORK, MODEL)
     monkeypatch.setattr(budget, "free_bytes", lambda _: free)
-    refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
-    with pytest.raises(UserError, match=r"tuning.model needs .* by each of 2 processes"):
-        refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU, Devices(2)))
-    refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU, Devices(2, hosts=2)))
+    assert not tuning_shortages(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
+    (words,) = tuning_shortages(Setup(shape(), WORK, DataSettings(), MODEL, CPU, Devices(2)))
+    assert re.search(r"tuning.model needs .* by each of 2 processes", words)
+    assert not tuning_shortages(Setup(shape(), WORK, DataSettings(), MODEL, CPU, Devices(2, hosts=2)))
 
 
 @pytest.mark.parametrize("settings", [BLOCKS, MODEL])
 def test_too_few_segments_are_refused(settings: QuantizationSettings) -> None:
     with pytest.raises(UserError, match=r"\(1, of which 1 held back\)"):
-        refuse_tuning(Setup(shape(), replace(WORK, segments=1), DataSettings(), settings, CPU))
+        tuning_shortages(Setup(shape(), replace(WORK, segments=1), DataSettings(), settings, CPU))

@@ -141,3 +141,14 @@ def test_a_checkpoint_with_objects_is_refused_without_advice_to_trust_it(tmp_pat
     with pytest.raises(UserError, match="remove it, and the training that it is of begins") as told:
         storage.load_checkpoint(file)
     assert "weights_only" not in str(told.value)
+
+
+def test_a_checkpoint_that_cannot_be_read_back_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    """The state of a user's callback may hold objects, which no resume would read."""
+    run, portion = Run.create(tmp_path, {}), whole_block(0)
+    folder = run.checkpoint_folder(0)
+    content = {"global_step": 1, "callbacks": {"Mine": {"path": Path("a")}}}
+    with pytest.raises(UserError, match=r"a callback .* has pathlib\.\w+ in its state, which no run can be"):
+        JournaledCheckpointIO(run, portion, folder).save_checkpoint(content, folder / "step_1.ckpt")
+    assert Run.open(run.folder).checkpoint is None
+    assert not files(folder)
