@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.folder import PackedFormat, packed_words
+from aespa_pl.export.format import kept_in_part
 from aespa_pl.export.quantized import QuantizedModel
 
 AWQ_BITS = 4
@@ -65,6 +66,11 @@ class CompressedTensors(PackedFormat):
         if not model.quantization.symmetric:
             why = "transformers and vLLM read no zero points of experts"
             yield why, "Use --format hf, or quantize with quantization.symmetric true"
+
+    def remark(self, model: QuantizedModel) -> str | None:
+        """Say where vLLM does not load a model that transformers loads."""
+        words = kept_in_part(model.layouts)
+        return f"transformers loads it, but vLLM does not, because {words}" if words else None
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight that the library makes of the tensors."""
@@ -116,6 +122,8 @@ class Awq(PackedFormat):
         if self.bits(model) != AWQ_BITS:
             other = f"use --format compressed-tensors, which packs {model.bits} bits"
             yield "its integers take 4 bits", f"Add --container_bits 4, or {other}"
+        if words := kept_in_part(model.layouts):
+            yield words, "Use --format compressed-tensors, for transformers"
         for name in model.matrices:
             rows = model.pretrained.tensors[name].shape[0]
             if rows % len(AWQ_ORDER):

@@ -1,13 +1,15 @@
 """Say before a run what its integers will become in the files that engines load."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
+from aespa_pl.export.format import kept_in_part
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models import family_of
-from aespa_pl.models.family import layouts_of
+from aespa_pl.models.family import BlockLayout, layouts_of
 from aespa_pl.models.llama_cpp import OTHER_ORDER, crosses_heads, other_heads, unsupported_part
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
@@ -16,6 +18,7 @@ MIXTURE = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M"}
 """llama.cpp's usual mixture, by its bits."""
 FOLDER_SCALE_BITS = 32
 """Bits of a scale in compressed-tensors."""
+EXPERT = re.compile(r"expert_\d+_")
 CONTAINER = 4
 """Bits of the integers that vLLM has kernels for."""
 
@@ -29,12 +32,15 @@ def forecast(
     """
     kind = "symmetric" if settings.symmetric else "asymmetric"
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
-    lacking = (
-        unsupported_part(config) or lacking or (OTHER_ORDER if crosses_heads(config, settings) else None)
-    )
+    layouts = layouts_of(family_of(config), config, settings)
+    lacking = unsupported_part(config) or lacking
+    if lacking is None and crosses_heads(config, settings):
+        lacking = OTHER_ORDER
+    elif lacking is None and _divides_experts(layouts):
+        lacking = "some experts keep their weights, and llama.cpp has all of them in one tensor"
     mixture = None if other_heads(config) else MIXTURE.get(settings.bits)
     in_gguf = _in_gguf(settings, shape, mixture) if lacking is None else f"no GGUF file, because {lacking}"
-    files = f"{in_gguf}; {_in_folders(settings, shape, config)}"
+    files = f"{in_gguf}; {_in_folders(settings, shape, config, layouts)}"
     all_bits = {bits for bits, *_ in _matrices(settings, shape)}
     least, most = min(all_bits), max(all_bits)
     return f"{least if least == most else f'{least} to {most}'} bits, {kind}, {groups}: {files}"
@@ -57,14 +63,27 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, mixture: str | None) 
     return f"{_words(types)} bits a weight in GGUF{advice}{told}"
 
 
-def _in_folders(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
+def _divides_experts(layouts: Sequence[BlockLayout]) -> bool:
+    """Return whether some experts of a block keep weights that others don't."""
+    kept = {
+        (block, EXPERT.sub("experts_", p.name), p.kept)
+        for block, layout in enumerate(layouts)
+        for group in layout.groups
+        for p in group.projections
+    }
+    return len(kept) > len({key[:2] for key in kept})
+
+
+def _in_folders(
+    settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig, layouts: Sequence[BlockLayout]
+) -> str:
     family = family_of(config)
     experts = [
         f"{family.block_prefix(0)}{p.module}.weight" for p in shape.layout.projections if p.expert is not None
     ]
     if any(part is not None for name in experts for _, part in family.places(name)[:1]):
         return "no compressed-tensors, which has no name for experts in one tensor"
-    groups = (group for layout in layouts_of(family, config, settings) for group in layout.groups)
+    groups = (group for layout in layouts for group in layout.groups)
     if any(p.kept and p.expert is not None for group in groups for p in group.projections):
         return "no compressed-tensors, which has experts either all as integers or none"
     if shape.layout.mixture is not None and not settings.symmetric:
@@ -76,6 +95,8 @@ def _in_folders(settings: QuantizationSettings, shape: Shape, config: PreTrained
         matrices, more = [(least, c, n) for _, c, n in matrices], f" with --container_bits {least}"
     elif settings.bits < CONTAINER:
         more = f", {CONTAINER} and more in vLLM's containers"
+    if words := kept_in_part(layouts):
+        more += f", but not for vLLM, because {words}"
     zero = 0 if settings.symmetric else 1
     total = sum(
         size * (bits + (FOLDER_SCALE_BITS + zero * bits) / (settings.group_size or columns))
@@ -95,13 +116,19 @@ def _matrices(settings: QuantizationSettings, shape: Shape) -> Iterator[tuple[in
 def _types(
     settings: QuantizationSettings, shape: Shape, group_size: int | None, *, symmetric: bool
 ) -> Mapping[BlockType, int] | None:
-    """Return how many weights have each type; None where a matrix has none."""
+    """Return how many weights have each type; None where a matrix has none. All experts are one tensor."""
     weights = Counter[BlockType]()
-    for bits, columns, size in _matrices(settings, shape):
-        kind = smallest_type(bits, columns, group_size, zero_points(bits, symmetric=symmetric))
+    tensors: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
+    for block, matrices in enumerate(shape.of_blocks):
+        for name, matrix in matrices.items():
+            tensor = tensors.setdefault((block, EXPERT.sub("experts_", name)), [])
+            tensor.append((settings.bits_for(block, name), matrix.columns, matrix.size))
+    for tensor in tensors.values():
+        zeros = {zero for bits, *_ in tensor for zero in zero_points(bits, symmetric=symmetric)}
+        kind = smallest_type(max(bits for bits, *_ in tensor), tensor[0][1], group_size, zeros)
         if kind is None:
             return None
-        weights[kind] += size
+        weights[kind] += sum(size for *_, size in tensor)
     return weights
 
 

@@ -1,7 +1,7 @@
 """Define what every format of a packed model does (refuse, write, read back), and prove what was written."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel, StoredTensor, value_of
 from aespa_pl.extras import install_command
+from aespa_pl.models.family import BlockLayout
 
 FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
 
@@ -71,6 +72,16 @@ class Format(ABC):
     @abstractmethod
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""
+
+
+def kept_in_part(layouts: Sequence[BlockLayout]) -> str | None:
+    """Return which projections vLLM has in one matrix, where some keep their weights and others don't."""
+    for group in (group for layout in layouts for group in layout.groups):
+        names = [p.name for p in group.projections if p.expert is None]
+        kept = [p.name for p in group.projections if p.expert is None and p.kept]
+        if kept and kept != names:
+            return f"it has {', '.join(names)} in one matrix, of which {', '.join(kept)} are no integers"
+    return None
 
 
 def make_format(

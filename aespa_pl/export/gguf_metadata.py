@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy.typing as npt
 import torch
@@ -23,11 +23,10 @@ from aespa_pl.models.block_kinds import LINEAR, SLIDING, attention_kinds
 from aespa_pl.models.llama_cpp import (
     PARTIAL,
     architecture_of,
-    attention_period,
     context_length,
+    full_period,
     rope_parameters,
     rope_type,
-    window_period,
 )
 from aespa_pl.models.llama_cpp_tokenizer import SPACE, read_tokenizer, splitting_rule, steps_before_merges
 
@@ -55,7 +54,7 @@ NEVER = (TokenType.UNUSED, TokenType.CONTROL)
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
     """Write what llama.cpp builds the model from."""
-    config, layout = model.pretrained.config, model.layout()
+    config, layout = model.pretrained.config, model.layouts[0]
     writer.add_name(Path(model.settings.model.pretrained).name or model.original.name)
     writer.add_context_length(context_length(config))
     writer.add_embedding_length(config.hidden_size)
@@ -90,13 +89,13 @@ def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    writer.add_full_attention_interval(attention_period(config))
+    writer.add_full_attention_interval(cast(int, full_period(config)))
     # positions of text, height and width, which are all the same in text
     writer.add_rope_dimension_sections([*rope_parameters(config).get("mrope_section", [11, 11, 10]), 0])
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    period = window_period(config)
+    period = full_period(config)
     if architecture_of(config).windows and period is not None and period != 1:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern(period)

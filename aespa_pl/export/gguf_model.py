@@ -28,7 +28,7 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     projections = model.projections_of(name)
     if (order := _value_heads(model, name)) is not None or not projections:
         return order
-    layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
+    layout, rows = model.layouts[0], torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
     architecture = architecture_of(model.pretrained.config)
     if architecture.divides_fused and first.fused[1] > 1:  # [heads, parts, d_head] to [parts, heads, d_head]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.grid_types import TENSORS, TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
-from aespa_pl.models.family import BlockLayout, Family, Projection, layout_of
+from aespa_pl.models.family import BlockLayout, Family, Projection, layouts_of
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import EMBEDDED, resolve
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -134,9 +134,10 @@ class QuantizedModel:
         """Return the model's family."""
         return self.pretrained.family
 
-    def layout(self, index: int = 0) -> BlockLayout:
-        """Return the layout of a block."""
-        return layout_of(self.family, self.pretrained.config, self.quantization, index)
+    @cached_property
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        """Return the layout of every block; of experts they take long to make."""
+        return layouts_of(self.family, self.pretrained.config, self.quantization)
 
     @property
     def block_count(self) -> int:
@@ -156,8 +157,8 @@ class QuantizedModel:
     @cached_property
     def _projections(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:
         found: dict[str, tuple[int, tuple[Projection, ...]]] = {}
-        for index in range(self.block_count):
-            for projection in (p for group in self.layout(index).groups for p in group.projections):
+        for index, layout in enumerate(self.layouts):
+            for projection in (p for group in layout.groups for p in group.projections):
                 name = f"{self.family.block_prefix(index)}{projection.module}.weight"
                 _, before = found.get(name, (index, ()))
                 found[name] = index, (*before, projection)
@@ -177,7 +178,7 @@ class QuantizedModel:
         """Return the names of the linear layers that keep their weights, such as the head and routers."""
         modules = self.pretrained.skeleton().named_modules()
         linears = [name for name, module in modules if isinstance(module, nn.Linear)]
-        mixtures = enumerate(self.layout(index).mixture for index in range(self.block_count))
+        mixtures = enumerate(layout.mixture for layout in self.layouts)
         paths = (
             self.family.block_prefix(i) + mixture.router for i, mixture in mixtures if mixture is not None
         )
@@ -188,7 +189,7 @@ class QuantizedModel:
     @property
     def has_experts(self) -> bool:
         """Return whether blocks have mixtures of experts."""
-        return any(self.layout(i).mixture is not None for i in range(self.block_count))
+        return any(layout.mixture is not None for layout in self.layouts)
 
     @property
     def keeps_experts(self) -> bool:
@@ -224,7 +225,7 @@ class QuantizedModel:
         for key in UNIFORM if kind is None else TENSORS:
             if f"{first.name}.{key}" in stored:
                 each = {p.name: file.get_tensor(f"{p.name}.{key}") for p in projections}
-                tensors[key] = merged(each, self.layout(index), first.module)
+                tensors[key] = merged(each, self.layouts[index], first.module)
         if kind is not None:
             return TypedWeight(**tensors, kind=TYPES[kind])
         try:

@@ -135,14 +135,13 @@ def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> 
 
 
 def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
-    kinds, period = attention_kinds(config), attention_period(config)
+    kinds = attention_kinds(config)
     # without a full block llama.cpp does not fail, but ends the whole process
     if hasattr(config, "linear_key_head_dim") and set(kinds) != {LINEAR, FULL}:
         return f"llama.cpp can't load a {config.model_type} without both linear and full attention"
     if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
         return "llama.cpp has keys and values of linear attention of one size"
-    regular = tuple(LINEAR if (i + 1) % period else FULL for i in range(len(kinds)))
-    if LINEAR in kinds and kinds != regular:
+    if LINEAR in kinds and full_period(config) is None:
         return "llama.cpp has linear attention in all blocks but every n-th, layer_types in others"
     return None
 
@@ -158,12 +157,6 @@ def crosses_heads(config: PreTrainedConfig, settings: QuantizationSettings) -> b
     """Return whether groups of columns would not lie within a head whose place differs in llama.cpp."""
     typed = settings.format != "uniform"
     return other_heads(config) and (typed or config.linear_value_head_dim % (settings.group_size or 1) != 0)
-
-
-def attention_period(config: PreTrainedConfig) -> int:
-    """Return the n of a model in which every n-th block has no linear attention."""
-    kinds = attention_kinds(config)
-    return kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
 
 
 def _unsupported_rope(config: PreTrainedConfig, architecture: Architecture) -> str | None:
@@ -215,7 +208,7 @@ def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -
     only = architecture.window_blocks
     if only is not None and (SLIDING in kinds) != (only == len(kinds)):
         return f"llama.cpp has sliding windows in a {config.model_type} of {only} blocks alone"
-    if architecture.windows and window_period(config) is None:
+    if architecture.windows and full_period(config) is None:
         return "llama.cpp has windows in all blocks but every n-th, layer_types in others"
     if config.model_type in ("gpt_oss", "gemma2") and SLIDING not in kinds:
         return f"llama.cpp has no {config.model_type} without sliding windows"
@@ -237,12 +230,12 @@ def _unsupported_scores(config: PreTrainedConfig, architecture: Architecture) ->
     return None
 
 
-def window_period(config: PreTrainedConfig) -> int | None:
-    """Return the n of a model whose every n-th block has no window, 0 where all have one; None: no n fits."""
-    windows = [kind == SLIDING for kind in attention_kinds(config)]
-    period = windows.index(False) + 1 if False in windows else 0
-    expected = [period == 0 or (i + 1) % period != 0 for i in range(len(windows))]
-    return period if windows == expected else None
+def full_period(config: PreTrainedConfig) -> int | None:
+    """Return the n of a model whose every n-th block alone has full attention, 0: none; None: no n fits."""
+    full = [kind == FULL for kind in attention_kinds(config)]
+    period = full.index(True) + 1 if True in full else 0
+    expected = [period > 0 and (i + 1) % period == 0 for i in range(len(full))]
+    return period if full == expected else None
 
 
 def rope_parameters(config: PreTrainedConfig, kind: str = FULL) -> dict[str, Any]:

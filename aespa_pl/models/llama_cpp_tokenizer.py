@@ -77,6 +77,11 @@ def _unsupported_pieces(content: dict[str, Any], path: Path) -> str | None:
     # a split at spaces finds none where all are replaced
     others = [s for s in steps if not (s["type"] == "Split" and s["pattern"] == BLANK)] if replaced else steps
     unknown = {step["type"] for step in others if not _is_of_pieces(step)}
+    # a token with a space behind its start is never found where a text is split at spaces before
+    if any(SPACE in token[1:] for token in content["model"]["vocab"]):
+        unknown |= {
+            "Metaspace with split" for s in steps if s["type"] == "Metaspace" and s.get("split", True)
+        }
     if unknown or not replaced:
         what = ", ".join(sorted(unknown)) or "spaces stay"
         return f"llama.cpp's SentencePiece does not change or split text as {path} does ({what})"
@@ -101,12 +106,12 @@ def steps_before_merges(content: dict[str, Any]) -> list[dict[str, Any]]:
 def splitting_rule(content: dict[str, Any]) -> str | None:
     """Return llama.cpp's name of how a tokenizer of bytes splits text; None: it has none."""
     steps = _steps(content, "pre_tokenizer", "pretokenizers")
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+    kinds, again = [step.get("type") for step in steps], bool(steps and steps[-1].get("use_regex", True))
+    if kinds == ["ByteLevel"] and again:
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and again:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"]:
+    if kinds == ["Split", "ByteLevel"] and not again:  # otherwise ByteLevel splits the pieces once more
         # in some files with the characters \r and \n themselves
         pattern = steps[0]["pattern"].get("Regex", "")
         rule = SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n"))

@@ -1,6 +1,7 @@
 """A run says before it begins what its integers become in each file."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig, OPTConfig
@@ -111,3 +112,23 @@ def test_files_that_export_refuses_are_not_promised() -> None:
     )
     said = forecast(QuantizationSettings(bits=4, group_size=32), shape, config)
     assert "Q5_0, 5.5 bits a weight in GGUF (symmetric groups of 32 would be Q4_0, 4.5); 5." in said
+
+
+def test_all_experts_are_one_tensor_of_llama_cpp() -> None:
+    """Integers of 4 bits with zero point 8, beside others of 8 bits with 128, are in no type."""
+    config = CONFIGS["mixtral"]()
+    shape = Shape.of(config, family_of(config).layouts(config))
+    settings = QuantizationSettings(bits=4, group_size=32, symmetric=True)
+    assert ": Q4_0, 4.5 bits a weight in GGUF" in forecast(settings, shape, config)
+    several = replace(settings, bits_of={"expert_0_up_proj": 8})
+    assert "no GGUF file, because no type of llama.cpp holds this grid" in forecast(several, shape, config)
+    kept = replace(settings, bits_of={"expert_0_up_proj": 16})
+    assert "no GGUF file, because some experts keep their weights" in forecast(kept, shape, config)
+    for_all = replace(settings, bits_of={"*.expert_*_up_proj": 8})
+    assert ": Q4_0 and Q8_0, " in forecast(for_all, shape, config)
+
+
+def test_vllm_has_projections_of_one_input_in_one_matrix() -> None:
+    assert "but not for vLLM" not in words(192, 256, bits=4, bits_of={"o_proj": 16})
+    said = words(192, 256, bits=4, bits_of={"k_proj": 16})
+    assert "not for vLLM, because it has q_proj, k_proj, v_proj in one matrix, of which k_proj are" in said

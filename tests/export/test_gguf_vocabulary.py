@@ -145,7 +145,17 @@ def test_a_special_token_of_minus_one_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [Whitespace(), split(r"\p{N}{1,2}"), split(TEKKEN), Sequence([Digits(), ByteLevel()]), BYTES]
+    "rule",
+    [
+        Whitespace(),
+        split(r"\p{N}{1,2}"),
+        split(TEKKEN),
+        Sequence([Digits(), ByteLevel()]),
+        BYTES,
+        # ByteLevel's own rule after another, or none of it where llama.cpp has it
+        Sequence([Split(Regex(LLAMA_3), "isolated"), ByteLevel(add_prefix_space=False)]),
+        Sequence([Digits(individual_digits=True), BYTES]),
+    ],
 )
 def test_rule_without_a_name_is_refused(rule: PreTokenizer, tmp_path: Path) -> None:
     save_bytes(tmp_path, rule)
@@ -244,6 +254,18 @@ def test_space_before_the_text_is_the_tokenizers(
     save_pieces(tmp_path, normalizer, rule)
     assert unsupported_tokenizer(tmp_path) is None
     assert fields(tmp_path, 2)["add_space_prefix"] is expected
+
+
+def test_spaces_that_only_llama_cpp_merges_are_refused(tmp_path: Path) -> None:
+    for split_first, refused in ((True, True), (False, False)):
+        save_pieces(tmp_path, None, Metaspace(prepend_scheme="never", split=split_first))
+        with edited(tmp_path / "tokenizer.json") as content:
+            content["model"]["vocab"] |= {"\u2581": 2, "\u2581\u2581": 3}
+            content["model"]["merges"].append(["\u2581", "\u2581"])
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert (3 in tokenizer.encode("a  a").ids) is not split_first
+        said = unsupported_tokenizer(tmp_path)
+        assert ("Metaspace with split" in str(said)) is refused
 
 
 def test_space_before_the_text_in_older_files(tmp_path: Path) -> None:

@@ -148,3 +148,16 @@ def test_a_kept_layer_of_linear_attention_comes_back_in_its_order(known: MakeRun
     stored = model.block(0)[name]
     assert isinstance(stored, torch.Tensor)
     assert torch.equal(found[name], stored.float())
+
+
+def test_vllm_wants_all_of_one_matrix_as_integers(known: MakeRun) -> None:
+    run = known("llama", 4, 32)
+    whole, part = keeping(run, "q_proj", "k_proj", "v_proj"), keeping(run, "up_proj")
+    Awq().refuse(whole)
+    assert CompressedTensors().remark(whole) is None
+    with pytest.raises(
+        UserError, match=r"gate_proj, up_proj in one matrix, of which up_proj are no integers"
+    ):
+        Awq().refuse(part)
+    CompressedTensors().refuse(part)  # transformers reads it
+    assert "vLLM does not" in str(CompressedTensors().remark(part))
