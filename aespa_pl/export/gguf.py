@@ -45,7 +45,7 @@ from aespa_pl.models.llama_cpp import (
     rounds_yarn,
     unsupported_part,
 )
-from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
+from aespa_pl.models.llama_cpp_tokenizer import adds_spaces, unsupported_tokenizer
 from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
@@ -128,6 +128,8 @@ class Gguf(Format):
         remarks = []
         if rounds_yarn(model.pretrained.config):
             remarks.append("llama.cpp rounds the range of YaRN's frequencies, so long contexts differ there")
+        if adds_spaces(model.original):
+            remarks.append("llama.cpp puts a space behind each added token, the model's tokenizer does not")
         if lost := lost_end_tokens(model.original, int(model.pretrained.config.vocab_size)):
             ids = ", ".join(map(str, lost))
             remarks.append(

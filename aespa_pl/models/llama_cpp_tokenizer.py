@@ -103,6 +103,15 @@ def steps_before_merges(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [*before, *_steps(content, "pre_tokenizer", "pretokenizers")]
 
 
+def adds_spaces(folder: Path) -> bool:
+    """Return whether llama.cpp puts spaces behind added tokens (``[INST] Hi``) that the tokenizer does not.
+
+    A GGUF file says whether a space comes before a text, and llama.cpp begins one behind each added token.
+    """
+    steps = steps_before_merges(read_tokenizer(folder))
+    return any(s["type"] == "Metaspace" and s.get("prepend_scheme") != "never" for s in steps)
+
+
 def splitting_rule(content: dict[str, Any]) -> str | None:
     """Return llama.cpp's name of how a tokenizer of bytes splits text; None: it has none."""
     steps = _steps(content, "pre_tokenizer", "pretokenizers")

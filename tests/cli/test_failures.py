@@ -1,5 +1,6 @@
 """A run that fails on its way says in one line what failed, and how to go on."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -96,19 +97,28 @@ def test_tasks_measure_round_to_nearest_where_it_is_asked_for(
     finished: Done,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finished.copied()
-    measured: list[list[str]] = []
+    run = finished.copied()
+    measured: list[tuple[Path, set[str]]] = []
     monkeypatch.setattr(evaluate, "find_tasks", lambda tasks: tasks)
     monkeypatch.setattr(evaluate, "refuse_too_large", lambda *_: None)
 
-    def compare(*given: Any) -> dict[str, Any]:
-        measured.append(given[-1])
-        return {}
+    def measure(folder: Path, *_: Any, device: Any, dtype: Any, **changes: Any) -> dict[str, Any]:
+        measured.append((folder, {*changes}))
+        return {"piqa": {"metric": "acc", "value": 0.1 * len(measured), "error": None, "items": 9}}
 
-    monkeypatch.setattr(evaluate, "_compare_tasks", compare)
+    monkeypatch.setattr(evaluate, "measure_tasks", measure)
     words = ("--tasks", "[piqa]", "--data.evaluation.round_to_nearest", asked)
     status, _, err = aespa("test", *small(model), *NO_TEXTS, *words)
-    assert (status, measured) == (0, [kinds]), err
+    assert status == 0, err
+    of_kind = {
+        "original": (model, set()), "nearest": (model, {"change", "change_stem"}),
+        "quantized": (run / "model", set()),
+    }  # fmt: skip
+    assert measured == [of_kind[kind] for kind in kinds]
+    stored = json.loads((run / "test.json").read_text())["tasks"]
+    assert {kind: round(10 * score["piqa"]["value"]) for kind, score in stored.items()} == {
+        kind: number for number, kind in enumerate(kinds, 1)
+    }
 
 
 def test_a_model_too_large_for_tasks_is_refused_before_anything_is_measured(

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf_metadata import add_vocabulary
-from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
+from aespa_pl.models.llama_cpp_tokenizer import adds_spaces, unsupported_tokenizer
 from tests.edited import edited
 
 LLAMA_3 = (
@@ -254,6 +254,8 @@ def test_space_before_the_text_is_the_tokenizers(
     save_pieces(tmp_path, normalizer, rule)
     assert unsupported_tokenizer(tmp_path) is None
     assert fields(tmp_path, 2)["add_space_prefix"] is expected
+    # llama.cpp begins a text behind each added token, and so does a normalizer, but not a Metaspace
+    assert adds_spaces(tmp_path) is (expected and normalizer is None)
 
 
 def test_spaces_that_only_llama_cpp_merges_are_refused(tmp_path: Path) -> None:
