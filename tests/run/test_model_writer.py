@@ -1,7 +1,6 @@
 """The library loads what is written, and nothing that is written in part."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def test_origin_without_generation_settings_is_no_error(tmp_path: Path) -> None:
 
 def test_disk_that_fills_at_the_end_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(make_model("opt", torch.float32), tmp_path / "source")
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with refused(tmp_path / "export"):
         export(source, tmp_path / "export")
     assert not (tmp_path / "export" / "model.safetensors.index.json").exists()
