@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +15,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import GridSettings, QuantizationSettings
-from tests.models.examples import EXAMPLES, make_ours
-
-every_example = pytest.mark.parametrize("name", EXAMPLES)
+from tests.models.examples import make_ours
 
 QUICK = GridSettings(max_rounds=2)
 """Enough for a zeta that is not 1."""

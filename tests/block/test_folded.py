@@ -8,8 +8,8 @@ import torch
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.settings import GridSettings
-from tests.block.blocks import FEW, begin, every_example, make_block, make_statistics, next_zeta, updated
-from tests.models.examples import EXAMPLES, make_ids, make_ours
+from tests.block.blocks import FEW, begin, make_block, make_statistics, next_zeta, updated
+from tests.models.examples import EXAMPLES, every_example, make_ids, make_ours
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,9 @@ from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.distributed.processes import ALONE
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import GridSettings, QuantizationSettings
-from tests.block.blocks import (
-    FEW,
-    QUICK,
-    begin,
-    every_example,
-    example,
-    gridded,
-    linear,
-    make_block,
-    make_statistics,
-    updated,
-)
+from aespa_pl.settings import GridSettings
+from tests.block.blocks import FEW, begin, example, gridded, linear, make_statistics, updated
+from tests.models.examples import every_example
 
 
 @every_example
@@ -36,13 +26,6 @@ def test_zeta_is_shared_in_a_group_and_one_where_it_cannot_be_folded(name: str) 
         assert bool((zetas[0] == 1).all()) == (group.fold is None)
     folded = {group.name for group in problem.layout.groups if group.fold is not None}
     assert set(problem.zetas()) == folded
-
-
-def test_no_zeta_without_zfold() -> None:
-    problem = gridded("llama", replace(FEW, grid=GridSettings(zfold=False)))
-    assert all(group.fold is not None for group in problem.layout.groups)
-    for grid in grids_of(problem).values():
-        assert bool((grid.zeta == 1).all())
 
 
 def grids_of(block: QuantizedBlock) -> dict[str, Grid]:
@@ -81,29 +64,6 @@ def test_more_rounds_of_zfold_lower_the_loss_of_each_group() -> None:
         assert many <= one * (1 + 1e-3)  # scales are rounded to float16
         assert one <= plain * (1 + 1e-3)
     assert sum(losses[2]) < sum(losses[1]) < sum(losses[0])
-
-
-@pytest.mark.parametrize("bits", [2, 3, 8])
-def test_symmetric_grids_have_their_zero_in_the_middle(bits: int) -> None:
-    settings = resolved(QuantizationSettings(bits=bits, symmetric=True, grid=QUICK))
-    for grid in grids_of(gridded("opt", settings)).values():
-        assert bool((grid.zero_point == 2 ** (bits - 1)).all())
-    for grid in grids_of(gridded("opt", replace(settings, symmetric=False))).values():
-        assert len(grid.zero_point.unique()) > 1
-
-
-@pytest.mark.parametrize("group_size", [None, 4])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_each_group_of_columns_has_a_scale(bits: int, group_size: int | None) -> None:
-    settings = resolved(QuantizationSettings(bits=bits, group_size=group_size, grid=QUICK))
-    for p in updated(make_block("llama-grouped", settings), settings).projections.values():
-        heads, rows, columns = p.weight.shape
-        shape = (heads, rows, 1 if group_size is None else columns // group_size)
-        assert p.grid.scale.shape == p.grid.zero_point.shape == p.folded_grid.scale.shape == shape
-        assert torch.equal(p.grid.zero_point, p.grid.zero_point.round())
-        assert torch.equal(p.integers, p.integers.round())
-        assert float(p.integers.min()) == 0
-        assert float(p.integers.max()) == 2**bits - 1
 
 
 def test_zero_points_have_no_more_bits_than_weights() -> None:

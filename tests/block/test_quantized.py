@@ -7,22 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantize import correct
 from aespa_pl.calibration.statistics import Reached, Shifts
-from aespa_pl.models.family import Role
 from aespa_pl.settings.quantization import ObjectiveSettings
-from tests.block.blocks import (
-    begin,
-    every_example,
-    example,
-    linear,
-    make_statistics,
-    role,
-    rows_by_hand,
-    updated,
-)
-from tests.models.examples import EXAMPLES
+from tests.block.blocks import begin, example, linear, make_statistics, role, rows_by_hand
+from tests.models.examples import every_example
 
 
 def damped(H: Tensor, damping: float) -> Tensor:
@@ -198,21 +187,6 @@ def test_dead_diagonal_is_revived_before_damping() -> None:
     for name in ("gate_proj", "up_proj"):
         found = quantized.projections[name].hessian[:][0].double()
         torch.testing.assert_close(found, damped(expected, 0.05))
-
-
-def test_a_dead_input_is_exported_as_zero() -> None:
-    block, layout = example("opt")
-    statistics = make_statistics(block, layout, change=lambda m: kill(m["mlp_hidden"], 4))
-    p = updated(begin(block, layout, statistics)).projections["fc2"]
-    assert not bool(dequantize(p.integers, p.grid)[:, :, 4].any())
-    assert bool(dequantize(p.integers, p.grid)[:, :, 5].any())
-
-
-def test_roles_by_name_are_the_layouts() -> None:
-    """What these tests take for granted."""
-    for name in EXAMPLES:
-        for p in example(name)[1].projections:
-            assert p.role is Role(role(p.name))
 
 
 def test_weights_beyond_what_scales_in_float16_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,20 +6,7 @@ from torch import Tensor
 
 from aespa_pl.errors import NumericalError
 from tests import reference
-from tests.block.blocks import begin, example, gridded, make_block, make_statistics, next_zeta, updated
-
-
-@pytest.mark.parametrize("searched", [False, True])
-def test_before_the_update_the_integers_are_the_nearest(*, searched: bool) -> None:
-    problem = gridded("llama-grouped") if searched else make_block("llama-grouped")
-    for p in problem.projections.values():
-        assert p.updated is None
-        for head in range(p.weight.shape[0]):
-            for row in range(p.weight.shape[1]):
-                step = p.grid.scale[head, row, 0].double() * p.grid.zeta.double()
-                zero = float(p.grid.zero_point[head, row, 0])
-                expected = reference.nearest(p.weight[head, row].double() / step, 1.0, zero, 3)
-                assert torch.equal(p.integers[head, row].double(), expected)
+from tests.block.blocks import begin, example, make_block, make_statistics, next_zeta, updated
 
 
 def test_optq_updates_each_head_with_its_own_hessian_on_the_exported_grid() -> None:
@@ -68,15 +55,6 @@ def test_loss_is_the_quadratic_form_of_the_error() -> None:
                 terms = [G[i, k] * pairs[k, i] for i in range(rows) for k in range(rows)]
                 expected = torch.stack(terms).sum()[None]
             torch.testing.assert_close(found[head].double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_damping_that_a_factorization_needs_is_reported() -> None:
-    block, layout = example("opt")
-    singular = 1 + torch.eye(20) - 2.2 * torch.eye(20).fliplr()
-    statistics = make_statistics(block, layout, change=lambda m: m["mlp_hidden"].copy_(singular))
-    prepared = updated(begin(block, layout, statistics)).projections
-    needed = {name for name, p in prepared.items() if p.measured["extra_damping"] > 0}
-    assert needed == {"fc2"}
 
 
 def test_a_hessian_that_cannot_be_factored_is_named() -> None:

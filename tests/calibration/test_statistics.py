@@ -144,16 +144,6 @@ def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
         assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_observed_query_has_no_scale() -> None:
-    """OPT hands its attention function a query that is scaled already."""
-    for model_of in (opt, llama):
-        model = make(model_of)
-        _, seen, _ = collect(model, tokens()[:1], 1)
-        scores = seen[0].query[0] @ seen[0].key[0].transpose(1, 2) / HEAD_SIZE**0.5
-        scores = scores + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
-        torch.testing.assert_close(torch.softmax(scores, -1), seen[0].probabilities()[0].double())
-
-
 def test_rotating_back_equals_the_mean_over_positions() -> None:
     G = torch.randn(3, 8, 8, dtype=torch.float64)
     G = G @ G.transpose(1, 2)

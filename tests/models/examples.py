@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -39,6 +40,7 @@ from transformers import (
 )
 
 from aespa_pl.models import family_of
+from aespa_pl.models.observed import Attention
 
 VOCABULARY, LENGTH, WINDOW = 40, 9, 4
 """A window is shorter than a segment."""
@@ -244,6 +246,10 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
+every_example = pytest.mark.parametrize("name", EXAMPLES)
+SINGLE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+"""The library's RMSNorm and its softmax are float32 in a float64 model: 6e-8 a rounding."""
+
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Return a model of which every weight, bias and norm is random."""
@@ -265,6 +271,17 @@ def make_ours(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 def make_ids(segments: int = 2) -> Tensor:
     return torch.randint(3, VOCABULARY, (segments, LENGTH))
+
+
+def observed(model: PreTrainedModel, ids: Tensor, index: int = 0) -> Attention:
+    """Return what is seen of the attention of one block, which runs on the embeddings."""
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[index]
+    seen: list[Attention] = []
+    with family.observe_attention(model, block, seen.append):
+        hidden, arguments = family.embed(model, ids)
+        family.run_block(block, hidden, arguments)
+    return seen[0]
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:

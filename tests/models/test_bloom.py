@@ -9,9 +9,8 @@ from transformers import BloomConfig
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.observed import Attention
-from aespa_pl.models.weights import projection_weight, set_projection_weight
-from tests.models.examples import BLOOM, config, make_ids, make_model
+from aespa_pl.models.weights import projection_weight
+from tests.models.examples import BLOOM, config, make_ids, make_model, observed
 
 
 @pytest.mark.parametrize(
@@ -47,10 +46,7 @@ def test_parts_of_the_fused_matrix_are_query_key_and_value() -> None:
     attention = block.self_attention
     inputs: list[Tensor] = []
     handle = attention.query_key_value.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
-    hidden, arguments = family.embed(model, ids)
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        family.run_block(block, hidden, arguments)
+    seen = observed(model, ids)
     handle.remove()
     fused = attention._reshape(attention.query_key_value(inputs[0]))  # the library's own split
     for part, (projection, expected) in enumerate(zip(layout.groups[0].projections, fused, strict=True)):
@@ -58,30 +54,5 @@ def test_parts_of_the_fused_matrix_are_query_key_and_value() -> None:
         output = inputs[0] @ projection_weight(block, layout, projection).T + bias
         for head in range(4):
             torch.testing.assert_close(output[..., 6 * head : 6 * head + 6], expected[:, head])
-    torch.testing.assert_close(seen[0].query, fused[0])
-    torch.testing.assert_close(seen[0].key, fused[1])
-
-
-def test_rows_of_the_fused_matrix_are_heads_of_three_parts() -> None:
-    model = make_model("bloom")
-    family = family_of(model.config)
-    layout = family.layout(model.config)
-    block: Any = model.get_submodule(family.blocks_path)[0]
-    fused = block.self_attention.query_key_value.weight
-    for part, projection in enumerate(layout.groups[0].projections):
-        rows = [head * 18 + part * 6 + i for head in range(4) for i in range(6)]
-        assert torch.equal(projection_weight(block, layout, projection), fused[rows])
-
-
-def test_splitting_and_joining_the_fused_matrix_is_exact() -> None:
-    model = make_model("bloom", torch.float16)
-    family = family_of(model.config)
-    layout = family.layout(model.config)
-    block: Any = model.get_submodule(family.blocks_path)[0]
-    fused = block.self_attention.query_key_value.weight
-    before = fused.clone()
-    parts = [projection_weight(block, layout, p) for p in layout.groups[0].projections]
-    fused.zero_()
-    for projection, weight in zip(layout.groups[0].projections, parts, strict=True):
-        set_projection_weight(block, layout, projection, weight)
-    assert torch.equal(fused, before)
+    torch.testing.assert_close(seen.query, fused[0])
+    torch.testing.assert_close(seen.key, fused[1])

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.observed import Attention
-from tests.models.examples import EXAMPLES, LENGTH, LLAMA, WINDOW, config, make_ids, make_model
+from tests.models.examples import EXAMPLES, LENGTH, LLAMA, WINDOW, config, make_ids, make_model, observed
 
 
 @pytest.mark.parametrize(
@@ -52,41 +51,19 @@ def rotate(heads: Tensor, base: float = 10000.0) -> Tensor:
 def test_observed_queries_and_keys_are_rotated(name: str) -> None:
     model, ids = make_model(name), make_ids(1)
     family = family_of(model.config)
-    layout = family.layout(model.config)
-    block: Any = model.get_submodule(family.blocks_path)[0]
-    attention = block.self_attn
+    attention: Any = model.get_submodule(family.blocks_path)[0].self_attn
     before: dict[str, Tensor] = {}
     for part in ("q", "k"):
         last = f"{part}_norm" if name == "qwen3" else f"{part}_proj"
         getattr(attention, last).register_forward_hook(
             lambda _, x, y, part=part: before.__setitem__(part, y[0].view(LENGTH, -1))
         )
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        hidden, arguments = family.embed(model, ids)
-        family.run_block(block, hidden, arguments)
-    size = layout.head_dim
-    for part, observed in (("q", seen[0].query[0]), ("k", seen[0].key[0])):
-        for head, rotated in enumerate(observed):
+    seen, size = observed(model, ids), family.layout(model.config).head_dim
+    for part, heads in (("q", seen.query[0]), ("k", seen.key[0])):
+        for head, rotated in enumerate(heads):
             expected = rotate(before[part][:, size * head : size * (head + 1)])
             # the library has cos and sin in float32
             torch.testing.assert_close(rotated, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_rotation_is_the_one_that_was_applied() -> None:
-    model, ids = make_model("llama"), make_ids(1)
-    family = family_of(model.config)
-    block = model.get_submodule(family.blocks_path)[0]
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        hidden, arguments = family.embed(model, ids)
-        family.run_block(block, hidden, arguments)
-    assert seen[0].rotation is not None
-    cos, sin = (part.double() for part in seen[0].rotation)
-    assert cos.shape == sin.shape == (LENGTH, 6)
-    x = torch.randn(LENGTH, 6, dtype=torch.float64)
-    half = torch.cat([-x[:, 3:], x[:, :3]], dim=1)
-    torch.testing.assert_close(x * cos + half * sin, rotate(x), rtol=1e-5, atol=1e-5)
 
 
 def test_scale_of_head_norms_is_observed() -> None:
@@ -100,13 +77,10 @@ def test_scale_of_head_norms_is_observed() -> None:
         getattr(attention, f"{part}_proj").register_forward_hook(
             lambda _, x, y, part=part: outputs.__setitem__(part, y)
         )
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        hidden, arguments = family.embed(model, ids)
-        family.run_block(block, hidden, arguments)
+    seen = observed(model, ids, 1)
     for part, heads, epsilon, scale in (
-        ("q", 4, 0.3, seen[0].query_inverse_square),
-        ("k", 2, 0.7, seen[0].key_inverse_square),
+        ("q", 4, 0.3, seen.query_inverse_square),
+        ("k", 2, 0.7, seen.key_inverse_square),
     ):
         assert scale is not None
         assert scale.shape == (2, heads, LENGTH)
@@ -118,18 +92,6 @@ def test_scale_of_head_norms_is_observed() -> None:
     assert weights is not None
     assert torch.equal(weights[0], attention.q_norm.weight[None])
     assert torch.equal(weights[1], attention.k_norm.weight[None])
-
-
-def test_models_without_head_norms_have_no_scale() -> None:
-    model, ids = make_model("llama"), make_ids()
-    family = family_of(model.config)
-    block = model.get_submodule(family.blocks_path)[0]
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        hidden, arguments = family.embed(model, ids)
-        family.run_block(block, hidden, arguments)
-    assert seen[0].query_inverse_square is None
-    assert family.norm_weights(block) is None
 
 
 def test_window_changes_the_logits() -> None:

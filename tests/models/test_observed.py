@@ -1,7 +1,6 @@
 """What is observed of an attention gives the library's probabilities and changes nothing."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -10,12 +9,7 @@ from transformers import PreTrainedModel
 
 from aespa_pl.models import family_of
 from aespa_pl.models.observed import Attention
-from tests.models.examples import EXAMPLES, LENGTH, WINDOW, make_ids, make_model
-
-every_example = pytest.mark.parametrize("name", EXAMPLES)
-
-# The library's RMSNorm and its softmax are float32 in a float64 model: 6e-8 a rounding.
-SINGLE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+from tests.models.examples import LENGTH, SINGLE, WINDOW, every_example, make_ids, make_model
 
 
 def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import OPTConfig
 
 from aespa_pl.models import family_of
-from aespa_pl.models.observed import Attention
-from tests.models.examples import OPT, config, make_ids, make_model
+from tests.models.examples import OPT, config, make_ids, make_model, observed
 
 ALL = {"attention_input", "attention_output", "mlp_input", "mlp_hidden"}
 
@@ -46,15 +45,12 @@ def test_observed_query_is_the_projections_output() -> None:
         block.get_submodule(f"self_attn.{name}").register_forward_hook(
             lambda _, x, y, name=name: outputs.__setitem__(name, y)
         )
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        hidden, arguments = family.embed(model, ids)
-        family.run_block(block, hidden, arguments)
+    seen = observed(model, ids)
     for head in range(4):
         rows = slice(6 * head, 6 * head + 6)
-        torch.testing.assert_close(seen[0].query[:, head], outputs["q_proj"][..., rows])
-        torch.testing.assert_close(seen[0].key[:, head], outputs["k_proj"][..., rows])
-    assert seen[0].rotation is None
+        torch.testing.assert_close(seen.query[:, head], outputs["q_proj"][..., rows])
+        torch.testing.assert_close(seen.key[:, head], outputs["k_proj"][..., rows])
+    assert seen.rotation is None
     assert family.norm_weights(block) is None
 
 
@@ -65,11 +61,8 @@ def test_factor_of_the_query_is_undone_without_another_rounding() -> None:
     block = model.get_submodule(family.blocks_path)[0]
     outputs: list[Tensor] = []
     block.get_submodule("self_attn.q_proj").register_forward_hook(lambda _, x, y: outputs.append(y))
-    seen: list[Attention] = []
-    with family.observe_attention(model, block, seen.append):
-        hidden, arguments = family.embed(model, ids)
-        family.run_block(block, hidden, arguments)
+    seen = observed(model, ids)
     handed_over = (outputs[0] * 6**-0.5).unflatten(-1, (4, 6)).transpose(1, 2)
-    assert seen[0].query.dtype == torch.float32
-    torch.testing.assert_close(seen[0].query.double(), handed_over.double() * 6**0.5)
-    assert seen[0].scaling == pytest.approx(6**-0.5)
+    assert seen.query.dtype == torch.float32
+    torch.testing.assert_close(seen.query.double(), handed_over.double() * 6**0.5)
+    assert seen.scaling == pytest.approx(6**-0.5)

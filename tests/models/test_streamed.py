@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.storage.batches import BatchesOnDisk, in_turn
-from tests.models.examples import EXAMPLES, make_ids, make_model, save
+from tests.models.examples import every_example, make_ids, make_model, save
 
-every_example = pytest.mark.parametrize("name", EXAMPLES)
 BLOCKS = 3
 # The stream runs in batches of another size than the library does: sums in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
@@ -197,51 +195,3 @@ def test_states_hold_no_graph(tmp_path: Path) -> None:
             parameter.requires_grad_()
         source.advance(block, batches)
         assert not any(batch.requires_grad for batch in batches)
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and --gpu")
-        ),
-    ],
-)
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_batches_come_in_turn_while_those_before_are_replaced(
-    count: int, device: str, on_disk: bool, tmp_path: Path
-) -> None:
-    """Each copy has work behind it that takes longer than the copy, so that one too early would show."""
-    where = torch.device(device)
-    values = [torch.randn(2, 512, 64) for _ in range(count)]
-    kept = [value.clone() for value in values]
-    batches = BatchesOnDisk(tmp_path, values) if on_disk else values
-    sums = []
-    for i, batch in enumerate(in_turn(batches, where)):
-        assert batch.device.type == device
-        work = torch.randn(1024, 1024, device=where)
-        for _ in range(20 if device == "cuda" else 0):
-            work = torch.tanh(work @ work)
-        sums.append(batch + 0 * work[0, 0])  # not read before the work is done
-        batches[i] = torch.full_like(kept[i], torch.nan)
-    assert len(sums) == count
-    for found, expected in zip(sums, kept, strict=True):
-        assert torch.equal(found.cpu(), expected)
-    assert all(bool(batches[i].isnan().all()) for i in range(count))
-
-
-def test_a_batch_is_not_read_before_its_turn_on_a_cpu() -> None:
-    """Where hidden states are on disk, one batch of a stream is in memory."""
-    asked: list[int] = []
-
-    class Watched(list[Tensor]):
-        def __getitem__(self, index: Any) -> Any:
-            asked.append(index)
-            return super().__getitem__(index)
-
-    turns = in_turn(Watched([torch.zeros(1)] * 3), torch.device("cpu"))
-    for i in range(3):
-        next(turns)
-        assert asked == list(range(i + 1))

@@ -7,9 +7,7 @@ from torch import Tensor
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.weights import fold, projection_weight, set_projection_weight
-from tests.models.examples import EXAMPLES, make_ids, make_model, make_ours
-
-every_example = pytest.mark.parametrize("name", EXAMPLES)
+from tests.models.examples import every_example, make_ids, make_model, make_ours
 
 
 def random_zeta(layout: BlockLayout, block: torch.nn.Module) -> dict[str, Tensor]:

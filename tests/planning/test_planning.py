@@ -15,11 +15,11 @@ from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings, RoundingSettings
-from tests.models.examples import EXAMPLES, make_ours
+from tests.models.examples import EXAMPLES, every_example, make_ours
 from tests.planning.shapes import WORK, device_bytes, setup, shape
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@every_example
 def test_shape_is_that_of_a_real_model(name: str) -> None:
     model, found = make_ours(name), shape(name)
     family = family_of(model.config)

@@ -15,9 +15,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.model_writer import ModelWriter
 from tests.disks import full, refused
-from tests.models.examples import EXAMPLES, make_ids, make_model, save
-
-every_example = pytest.mark.parametrize("name", EXAMPLES)
+from tests.models.examples import every_example, make_ids, make_model, save
 
 
 def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lambda t: t) -> PretrainedFolder:

@@ -1,6 +1,7 @@
 """Hidden states on disk read like those in memory; batches move while an accelerator works on others."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,35 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     with sending_back(batches, cpu) as replace:
         replace(1, result)
         assert batches[1] is result
+
+
+def test_a_batch_is_not_read_before_its_turn_on_a_cpu() -> None:
+    """Where hidden states are on disk, one batch of a stream is in memory."""
+    asked: list[int] = []
+
+    class Watched(list[Tensor]):
+        def __getitem__(self, index: Any) -> Any:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    turns = in_turn(Watched([torch.zeros(1)] * 3), torch.device("cpu"))
+    for i in range(3):
+        next(turns)
+        assert asked == list(range(i + 1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (its streams) and --gpu")
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_gpu_gets_each_batch_before_those_before_are_replaced(where: str, tmp_path: Path) -> None:
+    """Each copy has work behind it that takes longer than the copy, so that one too early would show."""
+    device = torch.device("cuda")
+    kept = [torch.randn(2, 512, 64) for _ in range(5)]
+    batches = make(where, [value.clone() for value in kept], tmp_path, device)
+    sums = []
+    for i, batch in enumerate(in_turn(batches, device)):
+        work = torch.randn(1024, 1024, device=device)
+        for _ in range(20):
+            work = torch.tanh(work @ work)
+        sums.append(batch + 0 * work[0, 0])  # not read before the work is done
+        batches[i] = torch.full_like(kept[i], torch.nan)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(sums, kept, strict=True))
