@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm import candidates
 from aespa_pl.algorithm.grid import min_max_grid, search_grid, weighted_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from tests import reference
@@ -88,16 +87,6 @@ def test_groups_are_searched_on_their_own_columns() -> None:
             w, h, scale, zero = W[0, row, part], H[0, part, part], *grid_of(found, row, g)
             loss = loss_on(w, h, zeta[part], scale, zero, 2)
             assert_as_good(loss, by_hand(w, h, zeta[part], 2, symmetric=False))
-
-
-def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    W, H, zeta = problem(heads=2)
-    whole = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0]
-    monkeypatch.setattr(candidates, "CPU_CHUNK", 1)
-    monkeypatch.setattr(candidates, "LEAST_ERRORS", 1)
-    single = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0]
-    torch.testing.assert_close(whole.scale, single.scale)
-    assert torch.equal(whole.zero_point, single.zero_point)
 
 
 def test_shared_hessian_equals_one_for_each_head() -> None:

@@ -82,12 +82,6 @@ def test_factor_has_the_error_of_the_next_input_that_costs_least() -> None:
     torch.testing.assert_close(-errors @ C[0, :3, 3], best[0])
 
 
-def test_a_singular_hessian_gets_more_damping_and_says_how_much() -> None:
-    x = torch.randn(1, 6, 1)
-    _, added = unit_factor(x @ x.transpose(1, 2) - 0.05 * torch.eye(6))
-    assert float(added) >= 0.01
-
-
 @pytest.mark.parametrize(("lowest", "expected"), [(-0.005, 0.01), (-0.05, 0.1), (-0.5, 1)])
 def test_extra_damping_is_the_first_power_of_ten_that_helps_times_each_heads_mean_diagonal(
     lowest: float, expected: float
@@ -125,6 +119,7 @@ def test_a_head_that_cannot_be_factored_leaves_the_heads_beside_it_alone() -> No
     solved, also_added = corrected_weights(torch.zeros_like(B), B, H, 1.0)
     assert added[1] > 0
     assert also_added[1] > 0
+    assert bool(solved.isfinite().all())
     for head in (0, 2):
         alone = H[head : head + 1]
         assert added[head] == also_added[head] == 0

@@ -205,12 +205,6 @@ def test_truncated_shard(sharded: Path, content: Callable[[bytes], bytes]) -> No
     refused(sharded, f"{shard} is truncated or damaged .*: .*{advice}")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_file_without_permission_is_not_called_damaged(folder: Path) -> None:
-    (folder / "model.safetensors").chmod(0)
-    refused(folder, r"model.safetensors cannot be read \(Permission denied\): correct its perm")
-
-
 def test_file_that_can_not_be_read_is_not_called_damaged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

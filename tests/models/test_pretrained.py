@@ -74,24 +74,6 @@ def test_head_alone_of_a_tied_pair_is_enough(tmp_path: Path) -> None:
     torch.testing.assert_close(stream(tmp_path, ids), model(ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_stored_head_counts_in_spite_of_a_configuration_that_ties(differs: bool, tmp_path: Path) -> None:
-    """Heads are used as by transformers: another head than the embedding is used, the same one is tied."""
-    model, ids = make_model("opt", torch.float32), make_ids()
-    save(model, tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    head = tensors["model.decoder.embed_tokens.weight"] * (2 if differs else 1)
-    save_file({**tensors, "lm_head.weight": head}, path)
-    logits = model(ids, use_cache=False).logits * (2 if differs else 1)
-    torch.testing.assert_close(stream(tmp_path, ids), logits, rtol=1e-5, atol=1e-5)
-    pretrained = PretrainedFolder.open(tmp_path)
-    loaded = pretrained.skeleton()
-    pretrained.load_stem(loaded, CPU, torch.float32)
-    tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-    assert tied != differs
-
-
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama", "llama-grouped", "qwen3"])
 def test_names_are_those_of_the_state_dict(name: str, tmp_path: Path) -> None:
     model = make_model(name, torch.float32)
