@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 
-from aespa_pl.export.format import prove
 from aespa_pl.export.gguf import Gguf
-from aespa_pl.export.quantized import QuantizedModel
+from tests.export.folders import written
 from tests.export.runs import Known
 
 Q = GGMLQuantizationType
@@ -18,8 +17,5 @@ llama_cpp = pytest.mark.skipif(
 
 
 def write(known: Known, folder: Path, chosen: Gguf | None = None) -> GGUFReader:
-    model, chosen = QuantizedModel.open(known.folder), chosen or Gguf()
-    chosen.refuse(model)
-    chosen.write(model, folder, lambda: None)
-    prove(model, chosen, folder)
+    written(known.folder, chosen or Gguf(), folder)
     return GGUFReader(folder / "model.gguf")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
 from aespa_pl.export.folder import FolderFormat, Gptq, HuggingFace
-from aespa_pl.export.format import prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
+from tests.export.folders import load, written
 from tests.export.runs import CONFIGS, VOCABULARY, Known, make_run, save_original
 
 FAMILIES, GROUP_SIZES = ("llama-block", "opt-block", "bloom-block"), (None, 32, 128)
@@ -27,21 +27,6 @@ ENDS = (
     "seed-oss-biased",
 )
 """Models with biases, heads of their own and rows of any width."""
-
-
-def write(known: Known, chosen: FolderFormat, folder: Path) -> QuantizedModel:
-    model = QuantizedModel.open(known.folder)
-    chosen.refuse(model)
-    chosen.write(model, folder, lambda: None)
-    prove(model, chosen, folder)
-    return model
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a folder with the library, and refuse any tensor missing or left over."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -56,7 +41,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def assert_runs_as_known(known: Known, folder: Path) -> None:
-    loaded = load(folder)
+    loaded = load(folder, torch.float32)
     parameters = dict(loaded.named_parameters())
     for name in known.matrices:
         assert torch.equal(parameters[name], known.weight(name)), name
@@ -71,7 +56,7 @@ def test_transformers_runs_compressed_tensors_exactly(
     name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
     run = known(name, bits, group_size)
-    write(run, CompressedTensors(), tmp_path)
+    written(run.folder, CompressedTensors(), tmp_path)
     assert_runs_as_known(run, tmp_path)
 
 
@@ -79,8 +64,8 @@ def test_transformers_runs_compressed_tensors_exactly(
 def test_mixtures_of_experts_survive_compressed_tensors(name: str, known: MakeRun, tmp_path: Path) -> None:
     """The library fuses the experts that it reads, so only the logits can be compared."""
     run = known(name, 4, 32, symmetric=True)
-    write(run, CompressedTensors(), tmp_path)
-    assert torch.equal(logits(load(tmp_path)), logits(run.model))
+    written(run.folder, CompressedTensors(), tmp_path)
+    assert torch.equal(logits(load(tmp_path, torch.float32)), logits(run.model))
 
 
 @pytest.mark.parametrize(("bits", "container"), [(4, None), (3, 4), (2, None)])
@@ -89,7 +74,7 @@ def test_a_symmetric_grid_has_no_zero_points_in_compressed_tensors(
 ) -> None:
     """Engines have their fastest kernels for such files."""
     run = known("llama", bits, 32, symmetric=True)
-    write(run, CompressedTensors(container), tmp_path)
+    written(run.folder, CompressedTensors(container), tmp_path)
     assert not [name for f in tmp_path.glob("*.safetensors") for name in load_file(f) if "zero" in name]
     scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert scheme["config_groups"]["group_0"]["weights"]["symmetric"]
@@ -99,7 +84,7 @@ def test_a_symmetric_grid_has_no_zero_points_in_compressed_tensors(
 @pytest.mark.parametrize("bits", [2, 3])
 def test_container_holds_the_same_integers_in_four_bits(bits: int, known: MakeRun, tmp_path: Path) -> None:
     run = known("llama", bits, 32)
-    write(run, CompressedTensors(4), tmp_path)
+    written(run.folder, CompressedTensors(4), tmp_path)
     weights = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert weights["config_groups"]["group_0"]["weights"]["num_bits"] == 4
     assert_runs_as_known(run, tmp_path)
@@ -108,7 +93,7 @@ def test_container_holds_the_same_integers_in_four_bits(bits: int, known: MakeRu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folder_in_the_originals_types(name: str, known: MakeRun, tmp_path: Path) -> None:
     run = known(name, 3, 32)
-    write(run, HuggingFace(), tmp_path)
+    written(run.folder, HuggingFace(), tmp_path)
     state = run.model.state_dict()
     for key, value in load(tmp_path, torch.float16).state_dict().items():
         assert torch.equal(value, state[key].half()), key
@@ -126,7 +111,7 @@ def test_gptq_is_a_stream_of_bits(
     name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
     run = known(name, bits, group_size)
-    write(run, Gptq(), tmp_path)
+    written(run.folder, Gptq(), tmp_path)
     tensors = stored(tmp_path)
     for matrix, (q, scale, zero) in run.matrices.items():
         layer = matrix.removesuffix("weight")
@@ -148,7 +133,7 @@ def test_awq_has_its_order_of_nibbles(
     name: str, bits: int, container: int | None, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
     run = known(name, bits, group_size)
-    write(run, Awq(container), tmp_path)
+    written(run.folder, Awq(container), tmp_path)
     tensors = stored(tmp_path)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     for matrix, (q, scale, zero) in run.matrices.items():
@@ -164,7 +149,7 @@ def test_packed_weights_take_their_bits(known: MakeRun, tmp_path: Path) -> None:
     """2.0 bits plus scale and zero point; the shape, and GPTQ's list of groups, are less than 5 %."""
     run = known("llama-wide", 2, None)
     for chosen in (CompressedTensors(), Gptq()):
-        write(run, chosen, tmp_path / chosen.name)
+        written(run.folder, chosen, tmp_path / chosen.name)
         tensors = stored(tmp_path / chosen.name)
         for matrix, (q, _, _) in run.matrices.items():
             layer = matrix.removesuffix("weight")
@@ -183,8 +168,8 @@ def test_config_keeps_what_the_original_states_and_its_files_byte_for_byte(
     extra = {"tokenizer.model": b"\x0a\x00binary", "LICENSE": b"a licence"}
     for name, content in extra.items():
         (run.original / name).write_bytes(content)
-    write(run, HuggingFace(), tmp_path / "hf")
-    write(run, CompressedTensors(), tmp_path / "packed")
+    written(run.folder, HuggingFace(), tmp_path / "hf")
+    written(run.folder, CompressedTensors(), tmp_path / "packed")
     before = json.loads((run.original / "config.json").read_text())
     after = json.loads((tmp_path / "packed" / "config.json").read_text())
     assert after.pop("quantization_config")["ignore"] == ["lm_head"]
@@ -207,7 +192,7 @@ def test_sharded_original_gives_the_same_export(tmp_path: Path) -> None:
         source = save_original(CONFIGS["llama-untied"](), tmp_path / "original", "100KB")
         assert len(list(source.glob("*.safetensors"))) > 3
         run = make_run(source, tmp_path / "version_0", 4, 32)
-    write(run, CompressedTensors(), tmp_path / "packed")
+    written(run.folder, CompressedTensors(), tmp_path / "packed")
     assert_runs_as_known(run, tmp_path / "packed")
 
 

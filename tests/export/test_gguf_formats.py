@@ -13,13 +13,13 @@ from safetensors import safe_open
 from aespa_pl.errors import UserError
 from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
 from aespa_pl.export.folder import HuggingFace
-from aespa_pl.export.format import prove
 from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.quantized import QuantizedModel, value_of
 from tests.cli.commands import CommandLine
 from tests.disks import flip
 from tests.export.configurations import llama
+from tests.export.folders import written
 from tests.export.runs import save_original
 
 TYPES = {
@@ -59,10 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_tensor_has_llama_cpps_type_and_the_runs_values(run: Path, tmp_path: Path) -> None:
-    model = QuantizedModel.open(run)
-    Gguf().refuse(model)
-    Gguf().write(model, tmp_path, lambda: None)
-    prove(model, Gguf(), tmp_path)
+    written(run, Gguf(), tmp_path)
     reader = GGUFReader(tmp_path / "model.gguf")
     tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in reader.tensors}
     assert {name: tensors[name].tensor_type.name for name in TYPES} == TYPES
@@ -76,14 +73,13 @@ def test_every_tensor_has_llama_cpps_type_and_the_runs_values(run: Path, tmp_pat
 
 
 def test_the_size_counts_every_tensor_as_the_file_has_it(run: Path, tmp_path: Path) -> None:
-    model = QuantizedModel.open(run)
     status, _, err = CommandLine()(
         "test", "--ckpt_path", run, "--data.evaluation.texts", "[embedded]",
         "--data.evaluation.segment_length", 32, "--data.evaluation.max_segments", 1,
     )  # fmt: skip
     assert (status, err) == (0, ""), err
     size = json.loads((run / "test.json").read_text())["size"]["quantized"]["bytes"]
-    Gguf().write(model, tmp_path, lambda: None)
+    written(run, Gguf(), tmp_path)
     tensors = GGUFReader(tmp_path / "model.gguf").tensors
     # norms: float32 in the file, float16 in the original
     assert size == sum(t.n_bytes // (2 if len(t.shape) == 1 else 1) for t in tensors)
@@ -121,11 +117,8 @@ def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
         "--quantization.method", "rtn", "--quantization.bits", 4, "--quantization.symmetric", "true",
         "--quantization.group_size", 32,
     )  # fmt: skip
-    model = QuantizedModel.open(run)
     for chosen in (Gguf(), CompressedTensors()):
-        (tmp_path / chosen.name).mkdir()
-        chosen.write(model, tmp_path / chosen.name, lambda: None)
-        prove(model, chosen, tmp_path / chosen.name)
+        model = written(run, chosen, tmp_path / chosen.name)
     tensors = {t.name: t for t in GGUFReader(tmp_path / "gguf" / "model.gguf").tensors}
     embedding = tensors["token_embd.weight"]
     assert embedding.tensor_type.name == "Q6_K"
@@ -150,9 +143,7 @@ def test_query_and_key_of_two_types_with_the_same_bits_keep_their_own_grids(tmp_
         original, tmp_path, 8, 64, "--quantization.format", "Q5_0",
         "--quantization.types", "{k_proj: Q5_1}", "--quantization.method", "aespa-fast",
     )  # fmt: skip
-    model = QuantizedModel.open(run)
-    Gguf().write(model, tmp_path, lambda: None)
-    prove(model, Gguf(), tmp_path)
+    model = written(run, Gguf(), tmp_path)
     with safe_open(next(original.glob("*.safetensors")), "pt") as file:
         for name in ("q_proj", "k_proj"):
             key = f"model.layers.0.self_attn.{name}.weight"

@@ -15,6 +15,7 @@ from aespa_pl.export.gguf import Gguf
 from aespa_pl.export.gguf_model import column_order, row_order
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
+from tests.export.folders import written
 from tests.export.gguf_files import Q
 from tests.export.runs import CONFIGS, Known, make_run, save_original
 
@@ -32,10 +33,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Known:
 
 def read_back(run: Known, chosen: Format, folder: Path) -> None:
     """Write a folder and compare what the format's own reader gets of each matrix."""
-    model = QuantizedModel.open(run.folder)
-    chosen.refuse(model)
-    folder.mkdir()
-    chosen.write(model, folder, lambda: None)
+    model = written(run.folder, chosen, folder)
     found = {name: value for name, value, _ in chosen.read(model, folder)}
     for name in run.matrices:  # a GGUF file has the rows of q and k in another order, which it undoes
         assert torch.equal(found[name].float(), run.weight(name)), name

@@ -9,12 +9,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.model_writer import ModelWriter
 from tests.disks import full, refused
+from tests.export.folders import load
 from tests.models.examples import every_example, make_ids, make_model, save
 
 
@@ -34,19 +35,12 @@ def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lamb
     return pretrained
 
 
-def load(folder: Path) -> PreTrainedModel:
-    """Load a folder with the library, and refuse any tensor missing or left over."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    model.set_experts_implementation("eager")  # as the examples have it
-    return model.eval()
-
-
 @every_example
 def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
     model, ids = make_model(name, torch.float32), make_ids()
     export(save(model, tmp_path / "source"), tmp_path / "export")
     loaded = load(tmp_path / "export")
+    loaded.set_experts_implementation("eager")  # as the examples have it
     assert type(loaded) is type(model)
     state = model.state_dict()
     for key, tensor in loaded.state_dict().items():
