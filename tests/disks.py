@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,17 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    """Leave the first half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def leave_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Have every disk say that so many bytes are free."""
+    usage = shutil.disk_usage(".")._replace(free=size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
 
 def full(*_: object, **__: object) -> NoReturn:

@@ -1,6 +1,5 @@
 """The tables of the documents: made from the stored comparisons, with the right numbers in them."""
 
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
@@ -9,18 +8,14 @@ from typing import Any
 import pytest
 
 from aespa_pl.report.comparison import Cell, cells_csv
+from tests.scripts import load
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def results() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks/results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("benchmarks/results.py")
 
 
 def metrics(quantized: float, processor: float, text: str = "held out") -> dict[str, Any]:

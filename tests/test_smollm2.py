@@ -1,6 +1,5 @@
 """scripts/smollm2.py writes a model that transformers loads; no registry is asked."""
 
-import importlib.util
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -8,17 +7,12 @@ from types import ModuleType
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "smollm2.py"
+from tests.scripts import load
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("scripts/smollm2.py")
 
 
 def test_a_tied_head_is_stored_once_and_everything_in_float16(script: ModuleType) -> None:

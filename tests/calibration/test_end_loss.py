@@ -13,17 +13,15 @@ from aespa_pl.calibration.end_loss import Seen, couplings, end_loss, head_input
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import make_ids, make_model, save
+from tests.models.test_streamed import open_stream
 
 SEED = 3
 
 
 def seen(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Seen]:
     """Return all matrices; their weights are copied, because the next one takes their place."""
-    pretrained = PretrainedFolder.open(save(model, folder))
-    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    source = open_stream(save(model, folder))
     found = end_loss(source, ids, seed=SEED)
     return {f"{s.block}.{s.name}": s for s in found}
 
@@ -100,8 +98,7 @@ def test_couplings_are_second_moments_of_the_gradients_of_each_head(
     monkeypatch.setattr(end_losses, "LARGEST", largest)
     monkeypatch.setattr(end_losses, "POSITIONS", 4)
     model, ids = make_model(name, torch.float32), make_ids(3)
-    pretrained = PretrainedFolder.open(save(model, tmp_path))
-    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    source = open_stream(save(model, tmp_path))
     family = family_of(model.config)
     layouts = family.layouts(model.config)
     found = dict(couplings(source, ids, layouts, seed=SEED))
@@ -164,8 +161,7 @@ def test_activations_that_overflow_are_named_with_what_to_do(tmp_path: Path) -> 
         for name, factor in (("down_proj", 4e4), ("up_proj", 30)):  # within the range of float16
             for block in range(len(model.model.layers)):
                 model.get_parameter(f"model.layers.{block}.mlp.{name}.weight").mul_(factor)
-    pretrained = PretrainedFolder.open(save(model, tmp_path))
-    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float16)
+    source = open_stream(save(model, tmp_path), torch.float16)
     with pytest.raises(UserError, match=r"overflow in float16: continue with --model\.dtype bfloat16"):
         list(end_loss(source, make_ids(2), seed=SEED))
     with pytest.raises(UserError, match="the head's inputs have NaN or infinite values"):

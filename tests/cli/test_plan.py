@@ -1,7 +1,6 @@
 """The command ``plan`` needs no weights, and refuses what ``fit`` refuses."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from aespa_pl.commands import application
 from aespa_pl.planning import budget
 from tests.cli.commands import LENGTH, ROOT, CommandLine
+from tests.disks import leave_free
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,7 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     assert status == 2
     assert "group_size is 7, but" in err
     assert "too little" not in aespa(*words)[1]
-    usage = shutil.disk_usage(".")._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    leave_free(monkeypatch, 1000)
     out = " ".join(aespa(*words)[1].split())
     assert re.search(r"too little here: disk: 1\.0 KB are free here, [\d.]+ KB are needed", out)
 

@@ -19,6 +19,7 @@ from aespa_pl.export import format as formats
 from aespa_pl.export.folder import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.journal import model_fingerprint
+from tests.disks import leave_free
 from tests.edited import edited
 from tests.export.conftest import MakeRun
 from tests.export.folders import files
@@ -127,10 +128,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_full_disk_is_refused_before_anything_is_written(
     fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full:
-        free = 1000
-
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Full())
+    leave_free(monkeypatch, 1000)
     with pytest.raises(UserError, match=r"has [\d.]+ K?B free, but .* more are needed: .* with --output"):
         export(str(fresh.folder), format="hf", output=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -12,10 +12,9 @@ from aespa_pl.commands.evaluate import measure_exported, quantized_folder
 from aespa_pl.commands.export import export
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.evaluation.perplexity import perplexity, tokens_of
-from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.settings import DataSettings, EvaluationSettings, ModelSettings, TaskSettings
 from tests.export.conftest import MakeRun
+from tests.models.test_streamed import open_stream
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "hf", "model"])
@@ -36,9 +35,8 @@ def test_perplexity_of_an_export_is_that_of_the_runs_own_folder(
     evaluation = EvaluationSettings(texts=[str(text)], segment_length=16)
     data = DataSettings(evaluation=evaluation, cache=str(tmp_path / "cache"))
     metrics = measure_exported(folder, model, data, TaskSettings(), torch.device("cpu"))
-    pretrained = PretrainedFolder.open(run.folder / "model")
-    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
-    tokens = evaluation_tokens(str(text), pretrained.tokenizer(), 16, None, tmp_path / "cache")
+    source = open_stream(run.folder / "model")
+    tokens = evaluation_tokens(str(text), source.pretrained.tokenizer(), 16, None, tmp_path / "cache")
     expected = perplexity(source, {"text": tokens}, batch_size=4)["text"]
     assert metrics["perplexity"]["quantized"] == {"text.txt": pytest.approx(expected, rel=1e-3)}
     assert metrics["tokens"] == tokens_of({"text.txt": tokens})

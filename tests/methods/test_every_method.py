@@ -1,8 +1,6 @@
 """What is true of every method: what is stored, resume with the same bits, several devices."""
 
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,16 +8,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from aespa_pl.commands.trainers import check_tuning
-from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
-from aespa_pl.models.weights import projection_weight
-from aespa_pl.planning.shape import Work
-from aespa_pl.resolve import resolved
 from aespa_pl.run.checkpointing import JournaledCheckpointIO
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import QuantizationSettings
+from tests.walk import by_hand
 from tests.walks import BLOCKS, Quantized, same_files, walk
 
 CHANGES: dict[str, Any] = {
@@ -63,30 +56,14 @@ class Kill:
         return {"callbacks": [self.callback(file)], "plugins": plugins}
 
 
-def exact(found: Quantized, index: int) -> dict[str, Tensor]:
-    """Return ``scale * (q - z)`` of a block's file, by projection."""
-    tensors = found.file(index)
-    weights = {}
-    for p in found.layout.projections:
-        q, s, z = (tensors[f"{p.name}.{k}"].float() for k in ("integers", "scale", "zero_point"))
-        each = q.shape[1] // s.shape[1]
-        weights[p.name] = s.repeat_interleave(each, 1) * (q - z.repeat_interleave(each, 1))
-    return weights
-
-
 def check_export(found: Quantized, *, symmetric: bool) -> None:
     """Check that the model folder has the weights that integers and grids of the block files stand for."""
-    exported = found.exported()
-    for index, block in enumerate(exported.get_submodule(found.blocks_path)):
-        weights, tensors = exact(found, index), found.file(index)
-        for p in found.layout.projections:
-            stored = projection_weight(block, found.layout, p)
-            assert torch.equal(stored, weights[p.name])
-            assert tensors[f"{p.name}.integers"].dtype == torch.uint8
-            assert int(tensors[f"{p.name}.integers"].max()) <= 7
-            assert bool((tensors[f"{p.name}.zero_point"] == 4).all()) == symmetric
+    by_hand.check_export(found, bits=3)
+    for index in range(BLOCKS):
+        zeros = [t for name, t in found.file(index).items() if name.endswith(".zero_point")]
+        assert all(bool((zero == 4).all()) == symmetric for zero in zeros)
     with torch.no_grad():
-        assert bool(exported(found.ids).logits.isfinite().all())
+        assert bool(found.exported()(found.ids).logits.isfinite().all())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -138,20 +115,6 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     state = found.exported().state_dict()
     expected = whole.exported().state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_devices_without_segments_of_their_own_are_refused_where_forward_passes_train(method: str) -> None:
-    """What several devices find is in tests/distributed."""
-    tuning = resolved(QuantizationSettings(method=method)).tuning
-    three: Any = SimpleNamespace(world_size=3)
-    check = partial(check_tuning, three, SimpleNamespace(callbacks=None), tuning)
-    check(Work(12, 8, 4, 4))
-    if METHODS[method].tune_blocks:
-        with pytest.raises(UserError, match="3 devices, but 8 segments in batches of 4 are enough for 2"):
-            check(Work(8, 8, 4, 4))  # two batches
-    else:
-        check(Work(8, 8, 4, 4))
 
 
 def test_brecq_learns_the_attention_before_the_feed_forward_network(tmp_path: Path) -> None:

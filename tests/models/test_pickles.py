@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from aespa_pl.errors import UserError
 from aespa_pl.models import pickles
 from aespa_pl.models.pretrained import PretrainedFolder
+from tests.disks import leave_free
 from tests.models.examples import make_ids, make_model, save
 from tests.models.test_pretrained import stream
 
@@ -197,10 +198,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, cache: Path) -> None:
 
 
 def test_a_full_disk_is_noticed_before(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        free = 5
-
-    monkeypatch.setattr("aespa_pl.models.pickles.shutil.disk_usage", lambda _: Full)
+    leave_free(monkeypatch, 5)
     with pytest.raises(UserError, match=r"data.cache: .* has [\d.]+ K?B free, but the weights of"):
         PretrainedFolder.open(folder, cache)
 

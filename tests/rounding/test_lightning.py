@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.rounding.problems import Learned, data_of, module_of, problems, trainer
@@ -43,20 +43,6 @@ def test_a_training_resumed_from_modelcheckpoint_ends_with_the_same_bits(
 
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
-def test_a_checkpoint_of_the_last_iteration_gives_the_same_integers(tmp_path: Path) -> None:
-    given = problems()
-    first, again = module_of(given), module_of(given)
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
-    trainer(callbacks=[saving], enable_checkpointing=True).fit(first, datamodule=data_of(given))
-    last: dict[str, Any] = {"ckpt_path": saving.best_model_path, "weights_only": True}
-    same = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
-    trainer(callbacks=[same], enable_checkpointing=True).fit(again, datamodule=data_of(given), **last)
-    for name, expected in first.integers().items():
-        assert torch.equal(again.integers()[name], expected)
-    assert first.integers().keys() == again.integers().keys() == given.keys()
-
-
-@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
 @pytest.mark.parametrize("interrupted", [100, 130])
 def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path, interrupted: int) -> None:
     class Ends(Callback):
@@ -75,17 +61,6 @@ def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path
         module_of(given), datamodule=data_of(given), ckpt_path=saving.best_model_path, weights_only=True
     )
     assert ends.steps == [200, 250]
-
-
-def test_early_stopping_ends_the_training_at_the_end_of_an_epoch() -> None:
-    given = problems()
-    stop = EarlyStopping("loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
-    one = trainer(1000, callbacks=[stop])
-    module = module_of(given)
-    one.fit(module, datamodule=data_of(given))
-    assert stop.stopped_epoch
-    assert one.global_step == 200
-    assert module.integers().keys() == given.keys()
 
 
 def test_learning_rate_and_loss_reach_loggers_and_callbacks(tmp_path: Path) -> None:

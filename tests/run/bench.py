@@ -120,9 +120,5 @@ def checkpoint_of(run: Path) -> Iterator[dict[str, Any]]:
         journal["checkpoint"]["checksum"] = checksum(file)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def remove(path: Path) -> None:
     path.unlink()

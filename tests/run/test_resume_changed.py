@@ -16,7 +16,7 @@ def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> 
     before = {p: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
     outcome = bench.fit(
         "half", *LAST, "--quantization.bits=3", "--data.calibration.seed=7",
-        "--quantization.grid.zfold=false",
+        "--quantization.grid.zfold=false", "--quantization.tuning.held_back=0.2",
     )  # fmt: skip
     assert outcome.status == 2
     (line,) = outcome.text.splitlines()
@@ -26,6 +26,7 @@ def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> 
         "calibration.seed was 0 and is 7",
         "quantization.bits was 2 and is 3",
         "quantization.grid.zfold was True and is False",
+        "quantization.tuning.held_back was 0.0625 and is 0.2",
     ):
         assert change in line
     assert "_rate" not in line  # which follows from the bits

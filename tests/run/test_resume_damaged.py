@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.run.journal import Run
-from tests.disks import flip
-from tests.run.bench import LAST, Bench, check, checkpoint_of, copied, remove, truncate
+from tests.disks import flip, truncate
+from tests.run.bench import LAST, Bench, check, checkpoint_of, copied, remove
 from tests.walks import BLOCKS
 
 BLOCK, SHARD = "blocks/block_000.safetensors", "model/model-00002-of-00003.safetensors"

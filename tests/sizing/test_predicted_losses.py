@@ -12,13 +12,12 @@ from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.calibration.end_loss import end_loss
 from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import OptqSettings, QuantizationSettings
 from aespa_pl.sizing.matrices import ROWS, SEED, predicted_losses, typed_matrices
 from tests.export.configurations import llama
 from tests.models.examples import make_ids, save
+from tests.models.test_streamed import open_stream
 
 TYPE = "Q4_0"
 
@@ -32,8 +31,7 @@ def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path, corr
         family_of(model.config),
         make_ids(),
     )
-    pretrained = PretrainedFolder.open(save(model, tmp_path))
-    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    source = open_stream(save(model, tmp_path))
     layouts = family.layouts(model.config)
     shape = Shape.of(model.config, layouts)
     matrices = typed_matrices(layouts, shape, {}, tied=True, candidates=lambda _: (TYPE,))
@@ -62,8 +60,7 @@ def test_without_compensation_all_of_an_inputs_error_counts(tmp_path: Path, comp
     model = AutoModelForCausalLM.from_config(llama(hidden_size=64)).eval()
     settings = QuantizationSettings(optq=OptqSettings(enabled=compensates))
     ids, layouts = make_ids(), family_of(model.config).layouts(model.config)
-    pretrained = PretrainedFolder.open(save(model, tmp_path))
-    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    source = open_stream(save(model, tmp_path))
     shape = Shape.of(model.config, layouts)
     matrices = typed_matrices(layouts, shape, {}, tied=False, candidates=lambda _: (TYPE,))
     found = predicted_losses(source, ids, matrices, settings)

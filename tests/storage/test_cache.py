@@ -12,7 +12,7 @@ from torch import Tensor
 from aespa_pl.data import tokens
 from aespa_pl.data.tokens import cached_tokens
 from aespa_pl.storage.cache import cache_folder
-from tests.disks import flip
+from tests.disks import flip, full, truncate
 
 TOKENS = torch.arange(600, dtype=torch.int64).view(20, 30)
 
@@ -57,10 +57,6 @@ def test_other_origins_make_other_tokens(
     monkeypatch.setattr(tokens, "VERSION", tokens.VERSION + 1)
     cached_tokens(tmp_path, {"seed": 1}, maker)
     assert maker.calls == 3
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 def empty(path: Path) -> None:
@@ -116,10 +112,7 @@ def test_a_folder_that_cannot_be_made_is_only_a_warning(
 def test_a_full_disk_is_only_a_warning_and_leaves_nothing(
     tmp_path: Path, maker: Maker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", full)
     assert torch.equal(cached_tokens(tmp_path, {}, maker), TOKENS)
     assert "No space left on device" in caplog.text
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == [".lock"]

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.tuning.moving import Moves, latents
 from aespa_pl.tuning.parametrization import StraightThrough
-from tests.run.bench import remove, truncate
+from tests.disks import truncate
+from tests.run.bench import remove
 from tests.tuning.tuned import quantize
 
 

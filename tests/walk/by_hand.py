@@ -55,8 +55,9 @@ def check_export(quantized: Quantized, bits: int, dtype: torch.dtype = torch.flo
     for index in range(BLOCKS):
         tensors = quantized.file(index)
         for projection in quantized.layout.projections:
-            integers = tensors[f"{projection.name}.integers"]
-            assert integers.dtype == torch.uint8
+            kinds = ("integers", "scale", "zero_point")
+            integers, scale, zero = (tensors[f"{projection.name}.{kind}"] for kind in kinds)
+            assert (integers.dtype, scale.dtype, zero.dtype) == (torch.uint8, torch.float16, torch.uint8)
             assert int(integers.max()) <= 2**bits - 1
             assert len(integers.unique()) > 2 ** (bits - 1)  # the range is made use of
             found = weight(model, quantized, index, projection)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from tests.models.examples import make_model
-from tests.walk.by_hand import CORRECT, POLISH, Walked, differing
+from tests.walk.by_hand import CORRECT, POLISH, Walked
 from tests.walk.test_tuning import BLOCKS_ONLY, BOTH
 from tests.walks import BLOCKS, SilentTrainers, shortened, walk
 
@@ -92,17 +92,6 @@ class Stop(Callback):
         self.trainings += 1
         if self.trainings == 2:
             raise InterruptedError
-
-
-def test_run_with_polish_goes_on_to_the_same_bits(tmp_path: Path, walked: Walked) -> None:
-    with pytest.raises(InterruptedError):
-        walk("opt", tmp_path, POLISH, options=Stop().options)
-    run = Run.open(tmp_path / "runs" / "version_0")
-    assert set(run.blocks) == {0}
-    continued, whole = walk("opt", tmp_path, POLISH, run=run), walked("opt", POLISH)
-    for index in range(BLOCKS):
-        assert not differing(continued, whole, index)
-        assert continued.losses(index) == whole.losses(index)
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])

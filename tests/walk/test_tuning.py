@@ -10,11 +10,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.resolve import resolved
 from tests import massive, walks
-from tests.walk.by_hand import Walked
+from tests.walk.by_hand import Walked, check_export
 from tests.walks import SEGMENTS, Quantized, walk
 
 HELD = 2
@@ -134,15 +133,7 @@ def test_integers_that_the_model_learns_are_those_that_are_stored(
 
 
 def test_the_exported_weights_are_scale_times_integer_minus_zero_point(walked: Walked) -> None:
-    found = walked("llama-grouped", BOTH | LEARNED | NEAREST)
-    state = found.exported().state_dict()
-    for index in range(walks.BLOCKS):
-        tensors = found.file(index)
-        for p in found.layout.projections:
-            q, scale, zero = (tensors[f"{p.name}.{k}"] for k in ("integers", "scale", "zero_point"))
-            assert (q.dtype, scale.dtype, zero.dtype) == (torch.uint8, torch.float16, torch.uint8)
-            expected = scale.float() * (q.float() - zero.float())  # a scale for each row
-            assert torch.equal(state[f"{found.blocks_path}.{index}.{p.module}.weight"], expected)
+    check_export(walked("llama-grouped", BOTH | LEARNED | NEAREST), bits=2)
 
 
 def test_recomputing_blocks_changes_nothing(walked: Walked, tmp_path: Path) -> None:
@@ -262,10 +253,3 @@ def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(tmp_path: Path) 
     for name, tensor in plain.exported().state_dict().items():
         assert torch.equal(state[name], tensor)
     assert found.said.count("it ended where the loss was not a finite number") == walks.BLOCKS + 1
-
-
-def test_too_few_segments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=rf"calibration segments \({SEGMENTS}, of which 2 held back\) are less"
-    ):
-        walk("opt", tmp_path, BLOCKS_ONLY | {"tuning.blocks.batch_size": 5})
