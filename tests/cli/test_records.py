@@ -162,7 +162,8 @@ def test_curves_of_the_papers_system(aespa: CommandLine) -> None:
         "method aespa: rounding of 6 projections a block is learned, then blocks and the model are trained"
     )
     run = Path(out.splitlines()[-1])
-    blocks = len(json.loads((run / "journal.json").read_text())["blocks"])
+    journal = json.loads((run / "journal.json").read_text())
+    blocks = len(journal["blocks"])
     lines = [line for line in out.splitlines() if "left for" in line]
     assert len(lines) == blocks - 1
     assert all(
@@ -180,3 +181,11 @@ def test_curves_of_the_papers_system(aespa: CommandLine) -> None:
     assert learned | trained <= curves["block_000"]
     assert learned | trained <= curves[f"block_{blocks - 1:03}"]
     assert trained <= curves["end_to_end"]
+    walk = EventAccumulator(str(run / "walk"))
+    walk.Reload()
+    of_blocks = [record["tuning"] for record in journal["blocks"].values()]
+    for kind, records, first in (("error", of_blocks, 0), ("divergence", [journal["tuned"]], blocks)):
+        for when, key in (("before", "start_error"), ("after", "error")):
+            points = walk.Scalars(f"tuning/{kind}_{when}")
+            assert [point.step for point in points] == list(range(first, first + len(records)))
+            assert [point.value for point in points] == pytest.approx([r[key] for r in records], rel=1e-6)

@@ -17,24 +17,11 @@ NAMED = ["c4", "wikitext2", "ptb"]
 calibration_text = partial(find_text, key=CALIBRATION_KEY)
 evaluation_text = partial(find_text, key=EVALUATION_KEY)
 READERS = {"calibration": calibration_text, "evaluation": evaluation_text}
-splits = pytest.mark.parametrize(("purpose", "split"), [("calibration", "train"), ("evaluation", "test")])
 
 
 def documents(text: Text) -> list[Any]:
     found = text.documents()
     return [found[i] for i in range(len(found))]
-
-
-def test_calibration_with_c4_draws_from_the_first_training_shard(hub: Any) -> None:
-    hub.rows = {"text": ["a", "b"], "url": ["x", "y"]}
-    assert documents(calibration_text("c4")) == ["a", "b"]
-    assert hub.calls == [
-        {
-            "path": "allenai/c4",
-            "data_files": {"train": "en/c4-train.00000-of-01024.json.gz"},
-            "split": "train",
-        }
-    ]
 
 
 def test_evaluation_on_c4_joins_the_first_1100_documents(hub: Any) -> None:
@@ -51,14 +38,7 @@ def test_evaluation_on_c4_joins_the_first_1100_documents(hub: Any) -> None:
     ]
 
 
-@splits
-def test_wikitext2_is_one_document_of_rows_joined_by_blank_lines(hub: Any, purpose: str, split: str) -> None:
-    hub.rows = {"text": ["", " = A = \n", "b"]}
-    assert documents(READERS[purpose]("wikitext2")) == ["\n\n = A = \n\n\nb"]
-    assert hub.calls == [{"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": split}]
-
-
-@splits
+@pytest.mark.parametrize(("purpose", "split"), [("calibration", "train"), ("evaluation", "test")])
 def test_ptb_is_one_document_of_sentences_joined_by_spaces(hub: Any, purpose: str, split: str) -> None:
     hub.rows = {"sentence": ["a b", "c"]}
     assert documents(READERS[purpose]("ptb")) == ["a b c"]

@@ -5,7 +5,6 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
 from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import VOCABULARY, make_ids, make_model, save
 from tests.models.test_streamed import make, open_stream
@@ -76,30 +74,6 @@ def test_texts_of_different_lengths_are_measured_on_their_own(tmp_path: Path) ->
     for name, ids in texts.items():
         assert found[name] == pytest.approx(by_hand(model, ids), rel=CLOSE)
     assert len({round(value, 3) for value in found.values()}) == 3
-
-
-def test_blocks_are_read_once_for_each_text_and_the_stem_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make("opt", tmp_path)[1]
-    read: list[int | str] = []
-    load, load_stem = PretrainedFolder.load_block, PretrainedFolder.load_stem
-
-    def counted(self: PretrainedFolder, model: PreTrainedModel, index: int, *rest: Any) -> nn.Module:
-        read.append(index)
-        return load(self, model, index, *rest)
-
-    def counted_stem(self: PretrainedFolder, *rest: Any) -> None:
-        read.append("stem")
-        load_stem(self, *rest)
-
-    monkeypatch.setattr(PretrainedFolder, "load_block", counted)
-    monkeypatch.setattr(PretrainedFolder, "load_stem", counted_stem)
-    seen: list[int] = []
-    texts = {"a": make_ids(3), "b": make_ids(4)}
-    perplexity(source, texts, batch_size=1, after_block=lambda: seen.append(len(read)))
-    assert read == ["stem", 0, 1, 2, 0, 1, 2]
-    assert seen == [2, 3, 4, 5, 6, 7]  # called after each block, so that a progress bar can move
 
 
 def test_hidden_states_of_one_text_are_in_memory_at_a_time(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from aespa_pl.errors import UserError
 from aespa_pl.report.stored import StoredRun, read_run, read_runs
 
 pytest.importorskip("matplotlib", reason="pip install '.[report]'")
@@ -52,21 +51,6 @@ def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
     continued = shlex.split(note.partition("Continue it with: ")[2])
     assert continued == ["aespa-pl", "fit", "--ckpt_path", str(folder)]
     assert shlex.split(run.command) == ["aespa-pl", "fit", "--config", str(folder / "config.yaml")]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", "{}", "1", "[" * 100_000, '{"format": 2}', '{"format": 2, "blocks": []}',
-        '{"format": 2, "blocks": {"x": {}}}', '{"format": [], "blocks": {}}',
-        '{"format": 1e999, "blocks": {}}', "\xff",
-    ],
-)  # fmt: skip
-def test_a_damaged_journal_is_refused_by_name(tmp_path: Path, content: str) -> None:
-    folder = simulate(tmp_path / "a/version_0", 1)
-    (folder / "journal.json").write_text(content, encoding="latin-1")
-    with pytest.raises(UserError, match=r"journal\.json is damaged"):
-        read_run(folder)
 
 
 @pytest.mark.parametrize(

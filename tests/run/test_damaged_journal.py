@@ -19,7 +19,11 @@ def test_journal_of_another_format_is_refused(run: Run) -> None:
         assert f"(format: Input should be {why} than or equal to {FORMAT})" in refuse_as_damaged(run)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"format": "2"}', b"\xff\xfe\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"{}", b'{"format": "2"}', b"\xff\xfe\x00", b"[" * 100_000],
+    ids=range(8),
+)
 def test_journal_that_is_none_is_refused(content: bytes, run: Run) -> None:
     run.journal_file.write_bytes(content)
     refuse_as_damaged(run)
