@@ -111,8 +111,13 @@ def perplexities(
     model: torch.nn.Module, files: list[str], length: int, segments: int | None
 ) -> dict[str, float]:
     """Return the perplexity of each file's first segments, or of all."""
-    ids = {Path(file).stem: load_file(file)["ids"].long().view(-1, length)[:segments] for file in files}
-    return {name: round(perplexity(model, tokens), 3) for name, tokens in ids.items()}
+    found = {}
+    for file in files:
+        ids = load_file(file)["ids"].long()
+        if len(ids) == 1:  # a whole text
+            ids = ids.view(-1, length)
+        found[Path(file).stem] = round(perplexity(model, ids[:segments]), 3)
+    return found
 
 
 def report(row: dict[str, Any], output: str | None) -> None:

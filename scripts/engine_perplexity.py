@@ -18,9 +18,10 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from aespa_pl.data.tokens import evaluation_tokens
+from aespa_pl.models import family_of
 from aespa_pl.storage.cache import cache_folder
 
 PACKAGES = {
@@ -51,7 +52,9 @@ def main(
         tokenizer: Folder of the tokenizer; null: the folder itself. GGUF folders have none.
     """
     loaded = AutoTokenizer.from_pretrained(tokenizer or folder)
-    tokens = evaluation_tokens(text, loaded, length, segments, cache_folder())
+    config = AutoConfig.from_pretrained(tokenizer or folder)
+    bos = loaded.bos_token_id if family_of(config).needs_bos else None
+    tokens = evaluation_tokens(text, loaded, length, segments, cache_folder(), bos=bos)
     losses = ENGINES[engine](folder, tokens)
     print(
         f"{engine} ({PACKAGES[engine]} {version(PACKAGES[engine])}): perplexity "

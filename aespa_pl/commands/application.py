@@ -20,7 +20,7 @@ from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.effect import refuse_other_quantization, without_effect
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
-from aespa_pl.commands.limits import shortages, tuning_shortages
+from aespa_pl.commands.limits import check_evaluation, shortages, tuning_shortages
 from aespa_pl.commands.output import CELL, print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
@@ -100,7 +100,7 @@ def _with_agreed_place(job: Job, world: World) -> Job:
 
 def _check_inputs(job: Job, setup: Setup) -> None:
     """Notice before a choice, which takes minutes, what a run would refuse after it."""
-    job.evaluation()
+    check_evaluation(job.evaluation(), setup, job.runs_folder, compares=True)
     fit.refuse_without_room(job, setup)
 
 

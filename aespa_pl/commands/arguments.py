@@ -81,7 +81,8 @@ class Arguments:
 
     def setting(self, key: str, default: str) -> str:
         """Return the value of a key among the options or in their configurations."""
-        return {option.key: str(option.value) for option in self.given() if option.value}.get(key, default)
+        value = {option.key: option.value for option in self.given()}.get(key)
+        return str(value) if value else default
 
     def with_configurations(self) -> Self:
         """Return the options with the path of each configuration. Raises UserError if one isn't there."""

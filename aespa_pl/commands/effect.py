@@ -59,6 +59,22 @@ def _steps(settings: QuantizationSettings) -> dict[str, tuple[bool, str]]:
             settings.follows_rows,
             "integers are neither polished nor learned",
         ),
+        "quantization.objective.query_key_damping": (
+            settings.objective.couples_scores,
+            "Q and K have no objective of their own",
+        ),
+        "quantization.objective.value_tokens": (
+            settings.objective.value == "attention",
+            "V has no objective of its own",
+        ),
+        "quantization.grid.max_rounds": (bool(settings.grid.zfold), "there is no zeta"),
+        "quantization.optq.rows": (bool(settings.optq.enabled), "OPTQ is not run"),
+        "quantization.damping": (settings.uses_inputs, "no statistics are taken"),
+        "quantization.tuning.blocks.penalty": (rounds_in_tuning, "no rounding is learned in blocks"),
+        "quantization.tuning.blocks.transformation_rate": (
+            tuning.blocks.parametrization in ("clipping", "affine"),
+            "blocks learn no clipping or factors",
+        ),
         "quantization.polish.": (bool(settings.polish.enabled), "integers are not polished"),
         "quantization.tuning.blocks.": (bool(tuning.blocks.enabled), "blocks are not tuned"),
         "quantization.tuning.model.": (bool(tuning.model.enabled), "the model is not tuned end to end"),

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import aespa_pl
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
-from aespa_pl.commands.limits import check_length, evaluation_length
+from aespa_pl.commands.limits import check_evaluation, check_length, evaluation_length
 from aespa_pl.commands.output import store
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
@@ -29,6 +29,7 @@ from aespa_pl.evaluation.perplexity import (
     whole_perplexity,
 )
 from aespa_pl.evaluation.size import bits_per_weight, packed_bits, projection_weights
+from aespa_pl.evaluation.table import rules_of
 from aespa_pl.evaluation.tasks import (
     Tasks,
     find_tasks,
@@ -78,6 +79,7 @@ def test(
         raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")
     if tasks.kld and not texts:
         raise UserError("--kld: data.evaluation.texts is empty: name at least one text to compare on")
+    check_evaluation(texts, job.setup(), job.runs_folder, compares=tasks.kld)
     chosen = None
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
@@ -92,7 +94,9 @@ def test(
     world.wait_for_all()  # the first process alone measures tasks, which may take longer than others wait
     if chosen is not None:
         progress.phase("tasks")
-        metrics |= _compare_tasks(job, model, chosen, tasks, kinds)
+        measured = _compare_tasks(job, model, chosen, tasks, kinds)
+        metrics |= measured
+        metrics["tokens"] |= rules_of(measured["tasks"]["quantized"], tasks)
     if world.is_first:
         store(folder, metrics, job.quantization.method)
     return run, metrics
@@ -262,7 +266,7 @@ def measure_exported(
     check_length("evaluation", length, positions, str(folder))
     tokenizer = load_tokenizer(folder)
     texts = held_out_texts(data, tokenizer, length, config)
-    dtype = block_dtype(model, device, torch.float16)
+    dtype = block_dtype(model, device, getattr(config, "dtype", None) or torch.float16)
     size = sum(path.stat().st_size for path in shards(folder))
     metrics: dict[str, Any] = {"size": {"quantized": {"bytes": size}}, "tokens": tokens_of(texts)}
     if texts:
@@ -275,6 +279,7 @@ def measure_exported(
         start = time.perf_counter()
         scores = measure_tasks(folder, chosen, tasks, device=device, dtype=dtype)
         metrics["tasks"] = {"quantized": scores}
+        metrics["tokens"] |= rules_of(scores, tasks)
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
     store(folder, metrics, folder.name)
     return metrics

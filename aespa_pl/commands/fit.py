@@ -21,7 +21,7 @@ from aespa_pl.commands.arguments import CONFIGURATION, Arguments
 from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import check_space, tuning_shortages
+from aespa_pl.commands.limits import check_evaluation, check_space, tuning_shortages
 from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.texts import seen_texts
 from aespa_pl.data.tokens import few_tokens
@@ -133,6 +133,8 @@ def _start(
     if earlier is None or not earlier.metrics_file.is_file():
         refuse_without_room(job, setup, earlier)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
+    compares = job.quantization.target is not None
+    check_evaluation(texts, setup, job.runs_folder, compares=compares)
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
     if earlier is None:

@@ -3,10 +3,11 @@
 import math
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes, human
@@ -124,6 +125,27 @@ def _how_to_fit(key: str, setup: Setup, waiting: int, *, new: bool) -> str:
         return ", ".join([*disk, "free memory, or continue it on a device with more"])
     lower = f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length"
     return ", ".join([lower, *disk, f"or set quantization.tuning.{key}.enabled to false"])
+
+
+def check_evaluation(texts: Mapping[str, Tensor], setup: Setup, runs: Path, *, compares: bool) -> None:
+    """Raise UserError where the hidden states of a held-out text ``[segments, L]`` don't fit where they wait.
+
+    Those of one text are there at a time; of two models where it ``compares`` a model with the original.
+    """
+    name = max(texts, key=lambda text: texts[text].numel(), default=None)
+    if name is None:
+        return
+    of_token = setup.shape.hidden * setup.work.dtype_bytes * (2 if compares else 1)
+    needed, place = of_token * texts[name].numel(), setup.data.hidden_states
+    device = setup.device if place == "device" else torch.device("cpu")
+    free = shutil.disk_usage(existing(runs)).free if place == "disk" else free_bytes(device)
+    if needed > free:
+        fitting = max(1, int(free / of_token / texts[name].shape[1] / 2))
+        raise UserError(
+            f"data.evaluation.texts: the hidden states of {name} take {human(needed, 'B')}, of which "
+            f"{human(free, 'B')} are free: set data.evaluation.max_segments to {fitting}, or "
+            f"data.hidden_states to {'memory' if place == 'disk' else 'disk'}"
+        )
 
 
 def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> None:

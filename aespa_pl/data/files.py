@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Self, TextIO
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
@@ -39,7 +39,15 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 class _Message(BaseModel):
     role: Text
-    content: Text
+    content: Text | list[Any] | None = None
+    """A text, or parts such as ``{"type": "text", "text": "..."}``."""
+    tool_calls: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("neither content nor tool_calls")
+        return self
 
 
 _TEXT = TypeAdapter[Any](Text), "a string of valid characters"

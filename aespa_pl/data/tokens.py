@@ -65,7 +65,7 @@ def calibration_tokens(
         generator = torch.Generator().manual_seed(settings.seed)
         return segments[torch.randperm(len(segments), generator=generator)]
     if settings.source.endswith(".safetensors"):
-        return _stored(settings.source, CALIBRATION_KEY, length, settings.segments)
+        return _stored(settings.source, CALIBRATION_KEY, length, settings.segments, settings.seed)
     text = find_text(settings.source, CALIBRATION_KEY)
     made_from = {
         "kind": "calibration",
@@ -154,8 +154,13 @@ def _begun(tokens: Int64[Tensor, "segments length"], bos: int | None) -> Int64[T
     return tokens
 
 
-def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tensor, "segments length"]:
-    """Return the first segments of a file of token ids, up to ``limit`` (None: all); ``key`` names it."""
+def _stored(
+    source: str, key: str, length: int, limit: int | None, seed: int = 0
+) -> Int64[Tensor, "segments length"]:
+    """Return segments of a file of token ids, up to ``limit`` (None: all); ``key`` names it.
+
+    Those are the first ones with seed 0, and with another one they are drawn from all.
+    """
     path = expanded(source)
     try:
         with safe_open(path, "pt") as file:
@@ -175,6 +180,8 @@ def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tens
         raise UserError(
             f"{key}: {source} has {len(tokens)} segments: set the number of segments to {len(tokens)} or less"
         )
+    if seed and limit:
+        tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))]
     tokens = tokens[:limit].to(torch.int64)  # torch has no minimum of unsigned ones
     if int(tokens.min()) < 0:
         raise UserError(f"{key}: {source} has a token id below 0: ids begin at 0")

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
+from aespa_pl.models import streamed
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import checksum_of
@@ -59,11 +60,16 @@ def perplexity(
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
             batches = last_hidden(source, tokens, batch_size, change=change, after_block=after_block)
-            # logits of a batch would take more memory than a block: a segment at a time
             hidden = (segment for i in range(len(batches)) for segment in batches[i])
-            logits = (source.family.head(source.model, x[None].to(source.device))[0] for x in hidden)
-            perplexities[name] = _perplexity(logits, tokens, source.device)
-            del batches, hidden, logits  # the next text's hidden states need the memory
+            losses = (
+                cross_entropy(logits, following, reduction="none")
+                for x, ids in zip(hidden, tokens, strict=True)
+                for logits, following in zip(
+                    source.logits(x[:-1]), ids[1:].to(source.device).split(streamed.POSITIONS), strict=True
+                )
+            )
+            perplexities[name] = _perplexity(losses, source.device)
+            del batches, hidden, losses  # the next text's hidden states need the memory
     return perplexities
 
 
@@ -89,8 +95,8 @@ def last_hidden(
 def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
     """Return the perplexity, or infinity, of a model that is in memory, on token ids ``[segments, L]``."""
     segments = tokens.to(model.device)
-    logits = (model(segment[None], use_cache=False).logits[0] for segment in segments)
-    return _perplexity(logits, segments, model.device)
+    logits = ((model(ids[None], use_cache=False).logits[0, :-1].float(), ids[1:]) for ids in segments)
+    return _perplexity((cross_entropy(*each, reduction="none") for each in logits), model.device)
 
 
 def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str) -> None:
@@ -104,12 +110,12 @@ def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype,
             raise UserError(f"the perplexity of {model} on {text} is not a finite number in {dtype}: {do}")
 
 
-def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) -> float:
-    """Return the perplexity of tokens ``[segments, L]`` but each first one, by logits ``[L, V]`` of each."""
+def _perplexity(losses: Iterable[Tensor], device: torch.device) -> float:
+    """Return the perplexity of positions, from the negative log likelihoods of some at a time."""
     mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device)
     mean.update(torch.zeros(0))  # other processes may have all segments of the text
-    for scores, ids in zip(logits, tokens, strict=True):
-        mean.update(cross_entropy(scores[:-1].float(), ids[1:].to(device), reduction="none"))
+    for some in losses:
+        mean.update(some)
     average = float(mean.compute())  # over all processes: the metric adds up its sums
     return math.exp(average) if average < LARGEST_EXPONENT else math.inf  # NaN is not less either
 
@@ -158,12 +164,9 @@ def divergence(
             table = torch.zeros(len(tokens), 2, tokens.shape[1] - 1, device=original.device)
             row = world.indices(math.ceil(len(tokens) / batch_size)).start * batch_size
             for i in range(len(reference)):
-                for pair in zip(reference[i], hidden[i], strict=True):  # segments [L, d]
-                    logits = (
-                        source.family.head(source.model, segment[None].to(source.device))[0, :-1].float()
-                        for source, segment in zip((original, quantized), pair, strict=True)
-                    )
-                    table[row] = torch.stack(compared(*logits))
+                for expected, got in zip(reference[i], hidden[i], strict=True):  # segments [L, d]
+                    both = zip(original.logits(expected[:-1]), quantized.logits(got[:-1]), strict=True)
+                    table[row] = torch.cat([torch.stack(compared(*logits)) for logits in both], 1)
                     row += 1
             del reference, hidden  # the next text's hidden states need the memory
             world.sum_(table)

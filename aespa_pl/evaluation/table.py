@@ -9,6 +9,7 @@ from typing import Any
 from aespa_pl.errors import printable
 from aespa_pl.measure import human
 from aespa_pl.run.schema import Content, DamagedFileError, Measured, parse
+from aespa_pl.settings import TaskSettings
 
 KINDS = {"original": "original", "nearest": "round-to-nearest", "quantized": "quantized"}
 """Models in the order of the rows, and their names in tables."""
@@ -16,8 +17,8 @@ ABSENT = "-"
 SPECIAL = re.compile(r"[\\`*|\[\]~]")
 """Characters with a meaning in Markdown, beside those of HTML."""
 GB = 10**9
-OF_TEXTS = {"perplexity": "perplexity", "divergence": "KL divergence"}
-"""Sections of the metrics that are of texts, and their names in sentences."""
+OF_TEXTS = {"perplexity": "perplexity", "divergence": "KL divergence", "tasks": "accuracy"}
+"""Sections of the metrics that are of texts and tasks, and their names in sentences."""
 SECTIONS = ("perplexity", "divergence", "tasks", "size", "test_seconds")
 """Sections of the metrics that have columns, in their order."""
 
@@ -124,7 +125,7 @@ def with_others(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
     joined = {**others, **metrics}
     if own or other:
         joined["tokens"] = {**other, **own}
-    for section in (*OF_TEXTS, "tasks", "size"):
+    for section in (*OF_TEXTS, "size"):
         left_out = differ if section in OF_TEXTS else set()
         kinds = {}
         for kind in KINDS:
@@ -153,11 +154,18 @@ def left_out(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[
     for text in sorted(_differing(metrics, others)):
         kinds = {name: others.get(section, {}).values() for section, name in OF_TEXTS.items()}
         if lost := [name for name, values in kinds.items() if any(text in each for each in values)]:
-            where = segments_in_words(others.get("tokens", {}).get(text))
-            yield f"{printable(text)} on other tokens ({where}): their {' and '.join(lost)} are dropped"
+            where = tokens_in_words(others.get("tokens", {}).get(text))
+            what = "by other rules" if lost == [OF_TEXTS["tasks"]] else "on other tokens"
+            yield f"{printable(text)} {what} ({where}): no {' or '.join(lost)} of these is kept"
 
 
-def segments_in_words(tokens: str | None) -> str:
-    """Return how many segments a text was measured on, from what ``tokens`` of the metrics say of it."""
+def tokens_in_words(tokens: str | None) -> str:
+    """Return what a text or task was measured on, from what ``tokens`` of the metrics say of it."""
     shape = re.match(r"\((\d+), (\d+)\)", tokens or "")
-    return f"{shape[1]} segments of {shape[2]} tokens" if shape else "an unknown number of segments"
+    return f"{shape[1]} segments of {shape[2]} tokens" if shape else tokens or "an unknown number of segments"
+
+
+def rules_of(scores: Mapping[str, Mapping[str, Any]], settings: TaskSettings) -> dict[str, str]:
+    """Return what ``tokens`` of the metrics say of tasks, which tells other items and examples apart."""
+    examples = f"{settings.task_examples} examples, seed {settings.task_seed}"
+    return {name: f"{score['items']} items, {examples}" for name, score in scores.items()}

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 
 from aespa_pl.errors import printable
-from aespa_pl.evaluation.table import markdown, measured, result_table, segments_in_words
+from aespa_pl.evaluation.table import markdown, measured, result_table, tokens_in_words
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.paths import expanded
@@ -151,7 +151,7 @@ def _perplexities(run: Run) -> str:
     if not table.rows:
         return "Not measured."
     tokens = metrics.get("tokens", {})
-    on = [f"{segments_in_words(tokens[text])} of {markdown(names[text])}" for text in names if text in tokens]
+    on = [f"{tokens_in_words(tokens[text])} of {markdown(names[text])}" for text in names if text in tokens]
     return table.markdown() + (f"\nMeasured on {', '.join(on)}." if on else "")
 
 

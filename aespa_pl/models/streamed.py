@@ -17,6 +17,9 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.storage.batches import Batches, BatchesOnDisk, in_turn, sending_back
 
+POSITIONS = 256
+"""Positions whose logits are in memory at once; those of a segment may take more than a block."""
+
 
 @dataclass(frozen=True)
 class StreamedModel:
@@ -105,6 +108,14 @@ class StreamedModel:
         if self.hidden_folder is None:
             return list(on_host)
         return BatchesOnDisk(self.hidden_folder, on_host)
+
+    def logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield logits ``[positions, V]`` in float32, of a few positions of a segment ``[L, d]`` at a time.
+
+        It is called inside of a ``stem`` context.
+        """
+        for piece in hidden.split(POSITIONS):
+            yield self.family.head(self.model, piece[None].to(self.device))[0].float()
 
     @torch.inference_mode()
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from aespa_pl.planning.budget import Room, partition_for, portions_in_words, roo
 from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, waiting_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup, Shape, Work
-from aespa_pl.planning.tuning import recomputes
+from aespa_pl.planning.tuning import recomputes, streamed_bytes
 from aespa_pl.settings import QuantizationSettings
 
 COMPARED, UPDATED, VISITED, LEARNED = 250, 20_000, 5_000, 1_500
@@ -34,6 +34,8 @@ LATER_PASSES = 0.4
 OF_HEAD, OF_COLUMN = 2.5e-3, {"OPTQ": 2e-4, "polish": 4e-4}
 """Seconds that an accelerator takes to start kernels, whatever its rate: the statistics for each value head
 and batch, others for each column. Measured on an H200; polish: 2.5e-4 at width 576, 5.5e-4 at 4,096."""
+DISK_RATE = 2e9
+"""Bytes a second that a drive is taken to read and write."""
 MEASURED_WEIGHTS = 2**22
 """Weights of the largest matrix that the rate is measured on."""
 
@@ -78,8 +80,11 @@ def block_flops(
     of_blocks, of_model = settings.tuning.blocks, settings.tuning.model
     head, held = 2.0 * tokens * d * shape.vocabulary / shape.blocks, float(settings.tuning.held_back)
 
-    def epochs(count: int, once: float) -> float:
-        return (count * 3 * (1 - held) + (count + 1) * held) * once  # backward takes as long as two forward
+    def epochs(count: int, once: float, passes: int = 3) -> float:
+        return (count * passes * (1 - held) + (count + 1) * held) * once
+
+    # a backward pass takes as long as two forward; blocks on disk run forward once more for it
+    again = 4 if of_model.blocks == "disk" else 3
 
     units = 2 if settings.tuning.by_sublayer else 1
     return {
@@ -90,7 +95,10 @@ def block_flops(
         "rounding": float(learned * settings.rounding.iterations / devices),
         "polish": polish / devices if settings.polish.enabled else 0.0,
         "tuning of blocks": epochs(of_blocks.epochs or 0, units * forward) if of_blocks.enabled else 0.0,
-        "tuning of the model": epochs(of_model.epochs, forward + 2 * head) if of_model.enabled else 0.0,
+        # neither the original's head nor the model's own is trained
+        "tuning of the model": epochs(of_model.epochs, forward, again) + epochs(of_model.epochs, head)
+        if of_model.enabled
+        else 0.0,
     }
 
 
@@ -135,6 +143,8 @@ class Needs:
     room: Room
     rate: float
     """Operations a second of a device."""
+    streamed: float
+    """Bytes that the end-to-end tuning reads and writes where it has the blocks on disk."""
 
 
 def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
@@ -160,7 +170,9 @@ def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
         phase: count and shape.blocks * (count / rate + waits.get(phase, 0.0))
         for phase, count in flops.items()
     }
-    return Needs(setup, device, host, disk, waiting, seconds, partition, space, rate)
+    read_and_written = streamed_bytes(shape, work.of_device(devices.count), settings)
+    seconds["tuning of the model"] += read_and_written / DISK_RATE
+    return Needs(setup, device, host, disk, waiting, seconds, partition, space, rate, read_and_written)
 
 
 def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
@@ -179,10 +191,11 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
         host += f"; {devices.of_host} processes"
         on_device += f", each of {devices.count}"
         estimate += f"; {devices.count} devices, without what they send each other"
-    learns = any(setup.quantization.learns(attention=each) for each in (True, False))
-    device = [(phase, size) for phase, size in needs.device.items() if learns or phase != "rounding"]
     on_disk = setup.quantization.tuning.model.blocks == "disk"
     where = {"tuning of the model": ", blocks on disk"} if on_disk else {}
+    traffic = f", {human(needs.streamed, 'B')} read and written at {human(DISK_RATE, 'B/s')}"
+    on_its_way = {"tuning of the model": traffic} if needs.streamed else {}
+    device = needs.device.items()
     largest = max(needs.waiting, key=needs.waiting.__getitem__)
     waiting = f", {largest}" if needs.waiting[largest] else ""
     blocks = f"{shape.blocks} blocks of {human(shape.block_weights)}"
@@ -194,5 +207,5 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
         ("host memory", human(needs.host, "B"), host),
         ("disk", human(needs.disk, "B"), f"model, integers{waiting}"),
         ("time", duration(sum(needs.seconds.values())), estimate),
-        *(("", duration(seconds), phase) for phase, seconds in needs.seconds.items() if seconds),
+        *(("", duration(s), p + on_its_way.get(p, "")) for p, s in needs.seconds.items() if s),
     ]

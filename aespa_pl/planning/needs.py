@@ -8,6 +8,7 @@ from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.calibration.attended import chunks, over_tokens, row_count, stride
 from aespa_pl.calibration.end_loss import POSITIONS, segments_of
+from aespa_pl.models import streamed
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
@@ -135,16 +136,16 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
 def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
     shape, work, settings, accelerator = setup.shape, setup.work, setup.quantization, not setup.on_cpu
     hidden, weights = work.tokens * shape.hidden, shape.weights
-    logits = work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT)  # of a segment
+    # of the original and the quantized model, and five tensors that their divergence takes
+    logits = streamed.POSITIONS * shape.vocabulary * (work.dtype_bytes + 7 * FLOAT)
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
     collected = block + hessians + FLOAT * shifts(shape, settings, partition)
     # matrices on disk are read one at a time, but for those of the heads that are learned together
     afterwards = replace(partition, heads=partition.heads and 1, experts=partition.experts and 1)
     hessians = hessian_bytes(shape, settings, afterwards)
     steady, shifted = block + hessians, FLOAT * shifts(shape, settings, afterwards)
-    largest = max(matrix.size for matrix in shape.matrices)
+    widest, largest = shape.widest_input**2, max(matrix.size for matrix in shape.matrices)
     coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
-    widest = shape.widest_input**2
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
@@ -166,21 +167,22 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     learned = sum(m.size for m in shape.learned(settings))
     factor, optq_weight = FLOAT * factored, OPTQ_BYTES if settings.format == "uniform" else REFIT_BYTES
     optq_bytes = steady + rounded + FLOAT * weights + max(FACTORED * factor, factor + optq_weight * largest)
+    search = _search_bytes(shape, settings, accelerator=accelerator)
+    learning = _learning_bytes(shape, settings, partition, accelerator=accelerator)
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
         "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),
         "correction": corrected if settings.input_correction else 0,
-        "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
+        "grid": steady + rounded + search if search else 0,
         "OPTQ": optq_bytes if settings.optq.enabled else 0,
-        "rounding": block + _learning_bytes(shape, settings, partition, accelerator=accelerator),
-        "polish": steady + rounded + FLOAT * (weights - learned) + polished,
+        "rounding": block + learning if learned else 0,
+        "polish": steady + rounded + FLOAT * (weights - learned) + polished if polished else 0,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
         + (0 if accelerator else tuning.streaming_bytes(shape, work, settings)),
     }
-    if accelerator or shape.layout.mixture is None:
-        return needs
-    return {phase: round(FRAGMENTED * size) for phase, size in needs.items()}
+    of_heap = 1 if accelerator or shape.layout.mixture is None else FRAGMENTED
+    return {phase: round(of_heap * size) for phase, size in needs.items()}
 
 
 def _learning_bytes(

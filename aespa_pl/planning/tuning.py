@@ -107,6 +107,21 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
     return inputs + (offsets + (1 + offsets if shape.blocks > 1 else 0)) * shape.weights
 
 
+def streamed_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
+    """Return the bytes that the end-to-end tuning of all blocks reads and writes with blocks on disk.
+
+    A pass reads the integers, and the offsets where integers move; a step takes two passes, and writes these.
+    """
+    tuning, held = settings.tuning.model, float(settings.tuning.held_back)
+    if not tuning.enabled or tuning.blocks != "disk":
+        return 0.0
+    offset = OFFSET_BYTES if tuning.integer_rate else 0
+    batches = work.segments / int(tuning.batch_size)
+    steps, validated = tuning.epochs * (1 - held) * batches, (tuning.epochs + 1) * held * batches
+    weights = sum(m.size for block in shape.of_blocks for m in block.values())
+    return float(weights * (steps * (2 * (1 + offset) + offset) + validated * (1 + offset)))
+
+
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
     """Return whether blocks run once more in the end-to-end tuning, which else takes over ``free`` bytes."""
     return model_bytes(shape, work, settings, recompute=False) > free

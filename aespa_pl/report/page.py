@@ -17,8 +17,8 @@ from aespa_pl.evaluation.table import (
     OF_TEXTS,
     TextTable,
     joined_results,
-    segments_in_words,
     texts_in,
+    tokens_in_words,
 )
 from aespa_pl.measure import duration, human
 from aespa_pl.report import maps
@@ -192,7 +192,7 @@ def _texts_apart(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for metrics in measured:
         for text in texts_in(metrics):
             tokens = metrics.get("tokens", {}).get(text)
-            found.setdefault(text, {})[tokens] = segments_in_words(tokens)
+            found.setdefault(text, {})[tokens] = tokens_in_words(tokens)
 
     def name(text: str, tokens: str | None) -> str:
         if len(found[text]) == 1:

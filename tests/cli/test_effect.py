@@ -60,6 +60,33 @@ def test_another_quantization_than_that_of_the_run_is_not_measured(
             "quantization.objective.end_loss has no effect: integers are neither polished nor learned "
             "(method optq)",
         ),
+        (
+            ["--quantization.method=rtn", "--quantization.damping=0.1", "--quantization.optq.rows=true"],
+            "quantization.damping has no effect: no statistics are taken; quantization.optq.rows has no "
+            "effect: OPTQ is not run (method rtn)",
+        ),
+        (
+            ["--quantization.method=optq", "--quantization.objective.query_key_damping=0.1"],
+            "quantization.objective.query_key_damping has no effect: Q and K have no objective of their own "
+            "(method optq)",
+        ),
+        (
+            [
+                "--quantization.method=boa",
+                "--quantization.objective.value_tokens=8",
+                "--quantization.grid.max_rounds=2",
+            ],
+            "quantization.grid.max_rounds has no effect: there is no zeta (method boa)",
+        ),
+        (
+            [
+                "--quantization.method=omniquant",
+                "--quantization.tuning.blocks.transformation_rate=0.1",
+                "--quantization.tuning.blocks.penalty=0.1",
+            ],
+            "quantization.tuning.blocks.penalty has no effect: no rounding is learned in blocks "
+            "(method omniquant)",
+        ),
         (["--quantization.method=boa", "--quantization.objective.end_loss=true"], ""),
         (["--quantization.method=brecq", "--quantization.rounding.warmup=0.1"], ""),
         (["--quantization.method=aespa", "--quantization.rounding.iterations=9"], ""),

@@ -1,11 +1,16 @@
 """Settings that a model cannot have are refused with what it can."""
 
-import pytest
+from dataclasses import replace
+from pathlib import Path
 
-from aespa_pl.commands.limits import check_bits_of, check_length
+import pytest
+import torch
+
+from aespa_pl.commands.limits import check_bits_of, check_evaluation, check_length
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.settings import QuantizationSettings
+from tests.jobs import embedded, prepared
 from tests.models.examples import make_model
 
 
@@ -41,3 +46,18 @@ def test_a_length_that_the_user_did_not_give_is_said_to_be_the_default() -> None
     for section, length in (("calibration", 64), ("evaluation", 2048)):
         with pytest.raises(UserError, match=rf"segment_length is {length}, but m has 32 positions"):
             check_length(section, length, 32, "m")
+
+
+def test_hidden_states_of_a_text_that_do_not_fit_are_refused_with_how_many_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = prepared(embedded("llama")).setup()
+    texts = {"short": torch.zeros(1, 16), "long": torch.zeros(10, 16)}
+    of_segment = 16 * setup.shape.hidden * 4
+    monkeypatch.setattr("aespa_pl.commands.limits.free_bytes", lambda _: 10 * of_segment)
+    check_evaluation(texts, setup, tmp_path, compares=False)
+    check_evaluation({}, setup, tmp_path, compares=True)
+    with pytest.raises(UserError, match=r"states of long .*max_segments to 2, or data.hidden_states to disk"):
+        check_evaluation(texts, setup, tmp_path, compares=True)
+    on_disk = replace(setup, data=replace(setup.data, hidden_states="disk"))
+    check_evaluation(texts, on_disk, tmp_path, compares=True)

@@ -215,7 +215,11 @@ def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
         ("a", False),
         ([1], False),
         ([{"role": "user"}], False),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], True),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}], True),
+        ([{"role": "assistant", "tool_calls": [{"type": "function"}]}], True),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], False),
+        ([{"role": "user", "content": 1}], False),
         ([{"role": "user", "content": "\ud800"}], False),
     ],
 )

@@ -109,3 +109,18 @@ def test_conversations_that_no_template_takes_are_refused(
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=message):
         calibration_tokens(settings, tokenizer, 6, cache)
+
+
+def test_seeds_draw_other_segments_of_stored_token_ids(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    file, ids = tmp_path / "ids.safetensors", torch.arange(160).view(16, 10)
+    save_file({"tokens": ids}, file)
+    settings = [CalibrationSettings(str(file), segments=4, seed=seed) for seed in (0, 1, 2, 1)]
+    found = [calibration_tokens(each, tokenizer, 10, cache).tolist() for each in settings]
+    assert found[0] == ids[:4].tolist()
+    assert found[1] == found[3]
+    assert len({str(sorted(rows)) for rows in found}) == 3
+    for rows in found:
+        assert len({str(row) for row in rows}) == 4
+        assert all(row in ids.tolist() for row in rows)

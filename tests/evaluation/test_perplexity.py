@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
+from aespa_pl.evaluation.perplexity import divergence, perplexity, refuse_diverged, whole_perplexity
 from aespa_pl.models import family_of
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import VOCABULARY, make_ids, make_model, save
@@ -175,3 +175,17 @@ def test_half_precision_is_measured_in_its_own_type(tmp_path: Path) -> None:
     found = perplexity(source, {"text": ids}, batch_size=2)["text"]
     assert found == pytest.approx(by_hand(model, ids), rel=0.02)
     assert found != pytest.approx(by_hand(model.float(), ids), rel=CLOSE)
+
+
+def test_positions_of_a_segment_are_measured_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of a whole segment may take more memory than all else."""
+    save(make_model("opt"), tmp_path)
+    texts, found = {"a": make_ids(3)}, []
+    for positions in (256, 3):
+        monkeypatch.setattr("aespa_pl.models.streamed.POSITIONS", positions)
+        one, other = (open_stream(tmp_path) for _ in range(2))
+        found.append(perplexity(one, texts, batch_size=2)["a"])
+        assert divergence(one, other, texts, batch_size=2)["a"].same_top == 1
+    assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -1,5 +1,6 @@
 """What a test measures later is added to a run's own numbers, and never mixes two protocols."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from aespa_pl.commands.output import store
-from aespa_pl.evaluation.table import with_others
+from aespa_pl.evaluation.table import rules_of, with_others
+from aespa_pl.settings import TaskSettings
 
 FITTED: dict[str, Any] = {
     "perplexity": {"original": {"a": 10.0, "b": 20.0}, "quantized": {"a": 12.0, "b": 22.0}},
@@ -86,6 +88,34 @@ def test_a_later_test_on_other_tokens_says_what_it_drops(
         assert caplog.messages == []
         store(tmp_path, again, "rtn")
     assert caplog.messages == [
-        "test.json had a on other tokens (16 segments of 64 tokens): their perplexity and KL divergence "
-        "are dropped"
+        "test.json had a on other tokens (16 segments of 64 tokens): no perplexity or KL divergence of these "
+        "is kept"
     ]
+
+
+def test_accuracies_by_other_rules_do_not_stand_in_one_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tested(items: int, examples: int, *kinds: str) -> dict[str, Any]:
+        score = {"metric": "acc", "value": 0.5, "error": 0.1, "items": items}
+        scores = {kind: {"arc": score} for kind in kinds}
+        return {"tasks": scores, "tokens": rules_of({"arc": score}, TaskSettings(task_examples=examples))}
+
+    def kinds() -> list[str]:
+        return [*json.loads((tmp_path / "test.json").read_text())["tasks"]]
+
+    store(tmp_path, tested(100, 0, "original", "nearest", "quantized"), "rtn")
+    store(tmp_path, tested(100, 0, "quantized"), "rtn")
+    assert caplog.messages == []
+    assert [*json.loads((tmp_path / "test.json").read_text())["tasks"]] == [
+        "original",
+        "nearest",
+        "quantized",
+    ]
+    for number, (items, examples) in enumerate(((200, 0), (200, 5)), 1):
+        store(tmp_path, tested(items, examples, "original", "quantized"), "rtn")
+        assert len(caplog.messages) == number
+        assert kinds() == ["original", "quantized"]
+    assert caplog.messages[0] == (
+        "test.json had arc by other rules (100 items, 0 examples, seed 0): no accuracy of these is kept"
+    )

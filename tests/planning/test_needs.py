@@ -119,6 +119,17 @@ def test_accelerators_groups_block_types_and_polish_take_memory() -> None:
     assert device_bytes(s, WORK, typed)["OPTQ"] > device_bytes(s, WORK, uniform)["OPTQ"]
 
 
+def test_steps_that_are_not_done_need_nothing() -> None:
+    off = replace(
+        PAPER, polish=replace(PAPER.polish, enabled=False), grid=replace(PAPER.grid, search=False),
+        optq=replace(PAPER.optq, enabled=False), rounding=replace(PAPER.rounding, learn="none"),
+    )  # fmt: skip
+    on = replace(PAPER, polish=replace(PAPER.polish, enabled=True))
+    for phase in ("grid", "OPTQ", "rounding", "polish"):
+        assert device_bytes(shape(), WORK, on)[phase] > 0
+        assert device_bytes(shape(), WORK, off)[phase] == 0
+
+
 def test_no_expert_has_a_matrix_of_the_end_loss() -> None:
     """Nor a shared one, which sees all tokens."""
     s = shape("qwen2-moe")

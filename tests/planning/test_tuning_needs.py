@@ -17,7 +17,7 @@ from aespa_pl.planning.budget import RESERVE, resolved_place
 from aespa_pl.planning.estimate import block_flops, needs_of
 from aespa_pl.planning.needs import hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup, Shape, Work
-from aespa_pl.planning.tuning import block_bytes, model_bytes, recomputes, streaming_bytes
+from aespa_pl.planning.tuning import block_bytes, model_bytes, recomputes, streamed_bytes, streaming_bytes
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     BlockTuningSettings,
@@ -44,16 +44,17 @@ CPU = torch.device("cpu")
 
 
 def test_arithmetic_of_an_epoch_is_that_of_forward_and_backward_passes() -> None:
-    """Of the model: all blocks and the head; the original's head is one more forward product."""
+    """Of the model: blocks and the head, which is not trained; the original's head is one more product."""
     torch.manual_seed(0)
     model, ids = make_model("llama-grouped", torch.float32), make_ids(4)
     model.requires_grad_()
+    model.lm_head.requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     settings = replace(MODEL, tuning=replace(MODEL.tuning, held_back=1e-9))
     work, s = replace(WORK, segments=4), shape()
     counted = s.blocks * block_flops(s, work, settings)["tuning of the model"]
-    head = 3 * 2 * ids.numel() * s.hidden * s.vocabulary  # the original's, counted as if trained
+    head = 2 * ids.numel() * s.hidden * s.vocabulary  # the original's
     # of causal attention, the counter may know other halves than we do
     assert counted - head == pytest.approx(counter.get_total_flops(), rel=0.15)
 
@@ -204,3 +205,14 @@ def test_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
 def test_too_few_segments_are_refused(settings: QuantizationSettings) -> None:
     with pytest.raises(UserError, match=r"\(1, of which 1 held back\)"):
         tuning_shortages(Setup(shape(), replace(WORK, segments=1), DataSettings(), settings, CPU))
+
+
+def test_blocks_on_disk_are_read_and_written_in_each_step() -> None:
+    s, streamed = shape(), changed({"tuning.model.blocks": "disk"}, MODEL)
+    assert streamed_bytes(s, WORK, MODEL) == 0
+    weights = sum(m.size for block in s.of_blocks for m in block.values())
+    held = 2  # segments of 32, in the epoch and before it
+    # of integers a byte, of offsets two: read forward and backward, and offsets written
+    assert streamed_bytes(s, WORK, streamed) == weights * (30 * (2 * 3 + 2) + 2 * held * 3)
+    scales = changed({"tuning.model.integer_rate": 0.0}, streamed)
+    assert streamed_bytes(s, WORK, scales) == weights * (30 * 2 + 2 * held)
