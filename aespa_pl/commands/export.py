@@ -86,6 +86,7 @@ def export(
     folder = find_run(run, expanded(runs_folder), name)
     refuse_smoke_test(folder)
     target = expanded(output).absolute() if output else folder / "export" / format
+    # what an export that was killed has moved already is replaced
     held = {path.name for path in target.iterdir()} if target.is_dir() else set[str]()
     if target.is_file() or (held and PARTIAL not in held):
         raise UserError(f"--output: {target} exists and is not an empty folder: choose another")
@@ -146,9 +147,6 @@ def _growing(target: Path) -> Iterator[Path]:
                 shutil.rmtree(left)
             elif left.name != "lock":
                 left.unlink()
-        for moved in target.iterdir():  # by one that was killed at its end; what it lacked came after these
-            if moved.suffix in WEIGHT_FILES:
-                moved.unlink()
         yield partial
         with disk_errors(target):
             # the weights first: a folder that has config.json and README.md is complete

@@ -130,11 +130,13 @@ def _start(
     if resume == LAST:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
     earlier = None if resume in (None, LAST) else Run.open(Path(resume))
-    if earlier is None or not earlier.metrics_file.is_file():
+    unfinished = earlier is None or not earlier.metrics_file.is_file()
+    if unfinished:
         refuse_without_room(job, setup, earlier)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
-    compares = job.quantization.target is not None
-    check_evaluation(texts, setup, job.runs_folder, compares=compares)
+    if unfinished:
+        compares = job.quantization.target is not None
+        check_evaluation(texts, setup, job.runs_folder, compares=compares)
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
