@@ -42,12 +42,12 @@ OF_COMMAND = re.compile(
 )
 """Matches the dashes before a key or an option of an export in messages of the command line."""
 IN_PYTHON = {
-    f"--{TRUST} true": "trust=True",
-    ", or give your own with --config": "",
-    ", or give the run's configuration with --config": "",
-    "without --ckpt_path": "with aespa_pl.quantize",
+    rf"--{TRUST} true": "trust=True",
+    r", or give (your own|the run's configuration) with --config": "",
+    r"without --ckpt_path": "with aespa_pl.quantize",
+    r"aespa-pl fit --ckpt_path '?([^\s']+)'?": r"aespa_pl.resume('\1')",
 }
-"""Advice of the command line, with what is written here."""
+"""Patterns of the command line's advice, with what is written here."""
 KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
 
 
@@ -154,14 +154,18 @@ def quantize(
     return _fit(given.then(Option("model.pretrained", str(model)), *texts), progress=progress)
 
 
-def resume(folder: str | Path, *, trust: bool = False, progress: bool = True) -> QuantizedRun:
+def resume(
+    folder: str | Path, *, trust: bool = False, progress: bool = True, **settings: Any
+) -> QuantizedRun:
     """Continue the run of a folder (NAME/version_N), or return a finished one.
 
     ``trust`` lets the configuration of a run from somebody else name callbacks, loggers and ``data.cache``;
-    ``progress`` is as for :func:`quantize`. Raises UserError where there is no such run or what it was made
+    ``progress`` and ``settings`` that a run may change (``data={"hidden_states": "disk"}``) are as for
+    :func:`quantize`. Raises UserError where there is no such run or what it was made
     from has changed, and KeyboardInterrupt where it was interrupted again.
     """
     options = [Option("ckpt_path", str(folder)), *([Option(TRUST, "true")] if trust else [])]
+    options += [option for key, value in settings.items() for option in _options(key, value)]
     return _fit(Arguments(tuple(options)), progress=progress)
 
 
@@ -244,7 +248,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
 def _in_python(message: str) -> str:
     """Return a message of the command line as one of this module."""
     for command, python in IN_PYTHON.items():
-        message = message.replace(command, python)
+        message = re.sub(command, python, message)
     return OF_COMMAND.sub("", message)
 
 

@@ -30,6 +30,7 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
+from aespa_pl.paths import expanded
 from aespa_pl.planning.estimate import needs_of, product_rate, rows_of
 from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.progress import PlainConsole, WalkProgress
@@ -108,15 +109,24 @@ def _continued(settings: Settings, resume: str | None) -> Settings:
     """Return settings with what a run has found: the model's revision, and the place of the blocks."""
     if resume in (None, LAST):
         return settings
-    run, model, tuning = Run.open(Path(resume)), settings.model, settings.quantization.tuning
-    if model.revision is None and can_read_settings(run):
-        known = stored_settings(run.folder, run.fingerprint).model
-        if known.pretrained == model.pretrained:
-            settings = replace(settings, model=replace(model, revision=known.revision))
-    if tuning.model.blocks == "auto":
-        place = stored_quantization(run).tuning.model.blocks
-        tuning = replace(tuning, model=replace(tuning.model, blocks=place))
-        settings = replace(settings, quantization=replace(settings.quantization, tuning=tuning))
+    run = Run.open(Path(resume))
+    settings, tuning = _with_revision(settings, run), settings.quantization.tuning
+    if tuning.model.blocks != "auto":
+        return settings
+    place = stored_quantization(run).tuning.model.blocks
+    tuning = replace(tuning, model=replace(tuning.model, blocks=place))
+    return replace(settings, quantization=replace(settings.quantization, tuning=tuning))
+
+
+def _with_revision(settings: Settings, run: Run) -> Settings:
+    """Return settings with the revision that a run has found of its model; another model has not that one."""
+    if not can_read_settings(run):
+        return settings
+    model, known = settings.model, stored_settings(run.folder, run.fingerprint).model
+    if known.pretrained != model.pretrained and model.revision == known.revision:
+        return replace(settings, model=replace(model, revision=None))
+    if known.pretrained == model.pretrained and model.revision is None:
+        return replace(settings, model=replace(model, revision=known.revision))
     return settings
 
 
@@ -154,8 +164,9 @@ def _test(parsed: AespaCLI) -> None:
         metrics = evaluate.measure_exported(exported, model, parsed.settings.data, parsed.tasks, device)
         print_results(console, metrics, exported.name)
         return
-    job = Job.prepare(parsed.settings, device)
-    folder = find_run(parsed.config.ckpt_path or LAST, job.runs_folder.parent, job.output.name)
+    output = parsed.settings.output
+    folder = find_run(parsed.config.ckpt_path or LAST, expanded(output.folder), output.name)
+    job = Job.prepare(_with_revision(parsed.settings, Run.open(folder)), device)
     refuse_other_quantization(parsed.arguments, job.quantization, Run.open(folder))
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:

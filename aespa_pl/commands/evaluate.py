@@ -43,6 +43,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.headers import read_header, shards
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
+from aespa_pl.planning.shape import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import refuse_smoke_test
 from aespa_pl.run.folder import how_to_continue
@@ -79,7 +80,7 @@ def test(
         raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")
     if tasks.kld and not texts:
         raise UserError("--kld: data.evaluation.texts is empty: name at least one text to compare on")
-    check_evaluation(texts, job.setup(), job.runs_folder, compares=tasks.kld)
+    check_evaluation(texts, job.setup(Devices(world.size)), job.runs_folder, compares=tasks.kld)
     chosen = None
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
 PARTIAL = ".aespa-pl.partial"  # folder in the target with the files of an export that is not finished
+LOCK, FORMAT = "lock", "format"  # files in it that are not the target's
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
@@ -86,9 +87,8 @@ def export(
     folder = find_run(run, expanded(runs_folder), name)
     refuse_smoke_test(folder)
     target = expanded(output).absolute() if output else folder / "export" / format
-    # what an export that was killed has moved already is replaced
-    held = {path.name for path in target.iterdir()} if target.is_dir() else set[str]()
-    if target.is_file() or (held and PARTIAL not in held):
+    others = {path.name for path in target.iterdir()} - {PARTIAL} if target.is_dir() else set[str]()
+    if target.is_file() or (others and _begun(target) != format):  # what it has moved already is replaced
         raise UserError(f"--output: {target} exists and is not an empty folder: choose another")
     model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))
     chosen.refuse(model)
@@ -110,7 +110,7 @@ def export(
         log.warning("%s: %s", folder, note)
     model_card(model, chosen, command, {})  # what can't be described is said before hours of work
     console = PlainConsole()
-    with WalkProgress(console) as progress, _growing(target) as partial:
+    with WalkProgress(console) as progress, _growing(target, format) as partial:
         progress.begin("Writing, blocks", model.block_count)
         chosen.write(model, partial, progress.advance)
         progress.begin("Reading back, blocks", model.block_count)
@@ -128,13 +128,20 @@ def export(
     console.print(str(target), soft_wrap=True)
 
 
+def _begun(target: Path) -> str:
+    """Return the format of an export to a folder that was killed; empty where there is none."""
+    with suppress(OSError):
+        return (target / PARTIAL / FORMAT).read_text()
+    return ""
+
+
 @contextmanager
-def _growing(target: Path) -> Iterator[Path]:
+def _growing(target: Path, chosen: str) -> Iterator[Path]:
     """Give a folder in ``target`` to write to, whose files become the target's when the context ends well."""
     partial = target / PARTIAL
     with disk_errors(target):
         partial.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(partial / "lock")
+        lock = FileLock(partial / LOCK)
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
@@ -145,13 +152,14 @@ def _growing(target: Path) -> Iterator[Path]:
         for left in partial.iterdir():  # by a process that was killed
             if left.is_dir():
                 shutil.rmtree(left)
-            elif left.name != "lock":
+            elif left.name != LOCK:
                 left.unlink()
+        write_text(partial / FORMAT, chosen)
         yield partial
         with disk_errors(target):
             # the weights first: a folder that has config.json and README.md is complete
             for file in sorted(partial.iterdir(), key=lambda file: file.suffix not in WEIGHT_FILES):
-                if file.name != "lock":
+                if file.name not in (LOCK, FORMAT):
                     file.replace(target / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -163,18 +163,16 @@ def _start(
 
 def refuse_without_room(job: Job, setup: Setup, earlier: Run | None = None) -> None:
     """Raise UserError where the disk, or the device for a tuning, has too little room for a run."""
-    alone, done = job.setup(), None
+    alone, tuned = job.setup(), None
     needed = disk_bytes(alone, job.pretrained.dtype.itemsize, choose_partition(alone))
     if earlier is None:
         check_space(job.runs_folder, needed, "choose another folder with --output.folder")
     else:
         needed -= sum(path.stat().st_size for path in earlier.folder.rglob("*") if path.is_file())
         check_space(earlier.folder, needed, "move the run's folder")
-        complete = {
-            "blocks": len(earlier.blocks) == len(job.shape.of_blocks), "model": earlier.tuned is not None
-        }  # fmt: skip
-        done = [key for key, done in complete.items() if done]
-    if words := tuning_shortages(setup, done):
+        complete = len(earlier.blocks) == len(job.shape.of_blocks)
+        tuned = ["blocks"] * complete + ["model"] * (earlier.tuned is not None)
+    if words := tuning_shortages(setup, tuned):
         raise UserError(words[0])
 
 

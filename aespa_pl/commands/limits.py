@@ -131,20 +131,23 @@ def check_evaluation(texts: Mapping[str, Tensor], setup: Setup, runs: Path, *, c
     """Raise UserError where the hidden states of a held-out text ``[segments, L]`` don't fit where they wait.
 
     Those of one text are there at a time; of two models where it ``compares`` a model with the original.
+    Devices divide the segments.
     """
     name = max(texts, key=lambda text: texts[text].numel(), default=None)
     if name is None:
         return
-    of_token = setup.shape.hidden * setup.work.dtype_bytes * (2 if compares else 1)
-    needed, place = of_token * texts[name].numel(), setup.data.hidden_states
+    place, devices = setup.data.hidden_states, setup.devices
+    of_segment = setup.shape.hidden * setup.work.dtype_bytes * texts[name].shape[1] * (2 if compares else 1)
+    share = 1 / {"device": devices.count, "memory": devices.hosts}.get(place, 1)
     device = setup.device if place == "device" else torch.device("cpu")
+    where = {"disk": "the disk", "memory": "host memory"}.get(place, f"the {device.type}'s memory")
     free = shutil.disk_usage(existing(runs)).free if place == "disk" else free_bytes(device)
-    if needed > free:
-        fitting = max(1, int(free / of_token / texts[name].shape[1] / 2))
+    if (needed := share * of_segment * len(texts[name])) > free:
         raise UserError(
-            f"data.evaluation.texts: the hidden states of {name} take {human(needed, 'B')}, of which "
-            f"{human(free, 'B')} are free: set data.evaluation.max_segments to {fitting}, or "
-            f"data.hidden_states to {'memory' if place == 'disk' else 'disk'}"
+            f"data.evaluation.texts: the hidden states of {name} take {human(needed, 'B')} of {where}, which "
+            f"has {human(free, 'B')} free: set data.evaluation.max_segments to "
+            f"{max(1, int(free / share / of_segment / 2))}, or data.hidden_states to "
+            f"{'memory' if place == 'disk' else 'disk'}"
         )
 
 

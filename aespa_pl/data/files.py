@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, TextIO
+from typing import Annotated, Any, Literal, Self, TextIO
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
@@ -37,10 +37,14 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: Text
+
+
 class _Message(BaseModel):
     role: Text
-    content: Text | list[Any] | None = None
-    """A text, or parts such as ``{"type": "text", "text": "..."}``."""
+    content: Text | Annotated[list[_Part], Field(min_length=1)] | None = None
     tool_calls: list[Any] | None = None
 
     @model_validator(mode="after")
@@ -48,6 +52,12 @@ class _Message(BaseModel):
         if self.content is None and not self.tool_calls:
             raise ValueError("neither content nor tool_calls")
         return self
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a text, as templates expect: of parts, or of a tool's call none."""
+    content = message.get("content") or ""
+    return message | {"content": content if isinstance(content, str) else "".join(p["text"] for p in content)}
 
 
 _TEXT = TypeAdapter[Any](Text), "a string of valid characters"
@@ -162,7 +172,7 @@ class TextFile:
                     f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not {expected} "
                     f"(known are {names}; fields found: {', '.join(row) or 'none'})"
                 ) from error
-            rows.append(row[field])
+            rows.append(row[field] if isinstance(row[field], str) else [*map(_with_text, row[field])])
         return rows
 
     def _json_values(self, lines: Iterator[str]) -> Iterator[tuple[str, object]]:

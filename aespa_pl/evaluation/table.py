@@ -162,7 +162,7 @@ def left_out(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[
 def tokens_in_words(tokens: str | None) -> str:
     """Return what a text or task was measured on, from what ``tokens`` of the metrics say of it."""
     shape = re.match(r"\((\d+), (\d+)\)", tokens or "")
-    return f"{shape[1]} segments of {shape[2]} tokens" if shape else tokens or "an unknown number of segments"
+    return f"{shape[1]} segments of {shape[2]} tokens" if shape else tokens or "of an older version"
 
 
 def rules_of(scores: Mapping[str, Mapping[str, Any]], settings: TaskSettings) -> dict[str, str]:

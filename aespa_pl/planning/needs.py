@@ -136,7 +136,7 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
 def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
     shape, work, settings, accelerator = setup.shape, setup.work, setup.quantization, not setup.on_cpu
     hidden, weights = work.tokens * shape.hidden, shape.weights
-    # of the original and the quantized model, and five tensors that their divergence takes
+    # a divergence takes the logits of both models and five tensors more
     logits = streamed.POSITIONS * shape.vocabulary * (work.dtype_bytes + 7 * FLOAT)
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
     collected = block + hessians + FLOAT * shifts(shape, settings, partition)
@@ -170,7 +170,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     search = _search_bytes(shape, settings, accelerator=accelerator)
     learning = _learning_bytes(shape, settings, partition, accelerator=accelerator)
     needs = {
-        "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
+        "embedding and head": (2 * shape.stem_weights + hidden) * work.dtype_bytes + logits,
         "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + search if search else 0,

@@ -109,8 +109,9 @@ class ModelTuner:
         world.wait_for_all()  # the first one replaces files that others read
         if world.is_first:
             write_tensors(context.run.tuned_file, learned, {})
-        moved = range(count) if moves is not None and moves.step else ()
-        return found, [cast(Moves, moves).file(index) for index in moved]
+        if moves is None or not moves.step:
+            return found, []
+        return found, [moves.file(index) for index in range(count)]
 
     def _checkpoint(self, training: Training, moves: Moves | None, steps: int) -> Path | None:
         """Return the checkpoint to continue; where integers move, there is none without their files.
@@ -255,11 +256,11 @@ def offsets(run: Run, index: int) -> dict[str, Tensor]:
 
     Raises UserError where the file is missing, or another than the one that the tuning has left.
     """
-    moved = {} if run.tuned is None else run.tuned.moved
-    if not moved:
+    files = {} if run.tuned is None else run.tuned.moved
+    if not files:
         return {}
-    name = next((name for name in moved if Path(name).name == Moves.name(index)), "")
-    if not run.is_whole(name, moved.get(name, "")):
+    name = next((name for name in files if Path(name).name == Moves.name(index)), "")
+    if not run.is_whole(name, files.get(name, "")):
         raise UserError(
             f"{run.folder / name} is missing or changed: remove {run.tuned_file}, and all blocks are "
             "quantized again"

@@ -128,7 +128,12 @@ def test_interrupted_it_is_resumed_to_the_same_bytes(
     assert found, outcome.text
     run = aespa_pl.resume(found[1], progress=False)
     assert blocks(run.folder) == blocks(whole.folder)
-    assert aespa_pl.resume(run.folder, progress=False).metrics == run.metrics
+    assert aespa_pl.resume(run.folder, progress=False, data={"hidden_states": "disk"}).metrics == run.metrics
+    with pytest.raises(aespa_pl.UserError, match=r"bits was 2 and is 4.*start a new run with aespa_pl\.quan"):
+        aespa_pl.resume(run.folder, bits=4)
+    (run.folder / "blocks" / "block_000.safetensors").unlink()
+    with pytest.raises(aespa_pl.UserError, match=rf"mend it with aespa_pl\.resume\('{run.folder}'\)"):
+        run.export("hf")
 
 
 def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:

@@ -243,6 +243,18 @@ def test_a_run_is_continued_with_the_revision_that_it_has_found(
     status, _, err = aespa("fit", *arguments, *LAST, "--model.revision", main)
     assert status == 2
     assert "model was" in err
+    status, _, err = aespa("test", *arguments, "--data.evaluation.texts", "[embedded]")
+    assert (status, err) == (0, "")
+    # another repository has commits of its own
+    asked: list[str | None] = []
+
+    def mirror(_: str, revision: str | None, **__: object) -> Path:
+        asked.append(revision)
+        return snapshots / "first"
+
+    monkeypatch.setattr("aespa_pl.commands.job.resolve", mirror)
+    status, _, err = aespa("fit", "--ckpt_path", run, "--model.pretrained", "org/mirror")
+    assert (status, err, asked) == (0, "", [None])
 
 
 def test_a_run_that_another_process_has_is_not_continued(aespa: CommandLine, finished: Done) -> None:

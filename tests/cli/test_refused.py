@@ -88,3 +88,17 @@ def test_a_file_of_the_model_that_cannot_be_read_is_named_at_once(
     status, _, err = aespa("fit", *small(Path("model")))
     assert (status, err) == (2, f"aespa-pl: {licence}: Input/output error\n")
     assert not list(Path().glob("lightning_logs/aespa/version_*"))
+
+
+def test_a_text_whose_hidden_states_do_not_fit_is_refused_where_it_is_measured(
+    aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished.copied()
+    monkeypatch.setattr("aespa_pl.commands.limits.free_bytes", lambda _: 10)
+    for words in (("fit",), ("test",), ("fit", "--quantization.target", 3.5)):
+        status, _, err = aespa(*words, *small(model), "--trainer.accelerator", "cpu")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "the hidden states of embedded take" in err
+    status, out, err = aespa("fit", *small(model), *LAST)
+    assert (status, err) == (0, "")
+    assert "finished already" in out

@@ -9,6 +9,7 @@ import torch
 from aespa_pl.commands.limits import check_bits_of, check_evaluation, check_length
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
+from aespa_pl.planning.shape import Devices
 from aespa_pl.settings import QuantizationSettings
 from tests.jobs import embedded, prepared
 from tests.models.examples import make_model
@@ -59,5 +60,10 @@ def test_hidden_states_of_a_text_that_do_not_fit_are_refused_with_how_many_do(
     check_evaluation({}, setup, tmp_path, compares=True)
     with pytest.raises(UserError, match=r"states of long .*max_segments to 2, or data.hidden_states to disk"):
         check_evaluation(texts, setup, tmp_path, compares=True)
-    on_disk = replace(setup, data=replace(setup.data, hidden_states="disk"))
+    on_disk, on_device = (
+        replace(setup, data=replace(setup.data, hidden_states=place)) for place in ("disk", "device")
+    )
     check_evaluation(texts, on_disk, tmp_path, compares=True)
+    check_evaluation(texts, replace(on_device, devices=Devices(2)), tmp_path, compares=True)
+    with pytest.raises(UserError, match=r"KB of host memory, which has .* KB free"):
+        check_evaluation(texts, replace(setup, devices=Devices(2)), tmp_path, compares=True)

@@ -215,9 +215,9 @@ def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
         ("a", False),
         ([1], False),
         ([{"role": "user"}], False),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], True),
-        ([{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}], True),
-        ([{"role": "assistant", "tool_calls": [{"type": "function"}]}], True),
+        ([{"role": "user", "content": [{"type": "image"}]}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], False),
+        ([{"role": "user", "content": []}], False),
         ([{"role": "assistant", "content": None, "tool_calls": []}], False),
         ([{"role": "user", "content": 1}], False),
         ([{"role": "user", "content": "\ud800"}], False),
@@ -236,6 +236,21 @@ def test_conversations_are_read_where_they_may_be(tmp_path: Path, messages: obje
     path.write_text(json.dumps({"conversations": messages}))
     with pytest.raises(UserError, match=r"\(known are text, sentence, messages; fields found: conversations"):
         TextFile.find(str(path), KEY, conversations=True).rows()
+
+
+def test_parts_and_calls_of_tools_are_messages_with_a_text(tmp_path: Path) -> None:
+    """Templates would write others as Python does."""
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "tool_calls": calls},
+    ]  # fmt: skip
+    path = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
+    assert TextFile.find(str(path), KEY, conversations=True).rows() == [[
+        {"role": "user", "content": "ab"}, {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]]  # fmt: skip
 
 
 def test_a_row_with_a_text_and_a_conversation_gives_its_text(tmp_path: Path) -> None:

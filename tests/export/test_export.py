@@ -232,5 +232,8 @@ def test_an_export_that_was_killed_while_its_files_moved_is_written_again(
     (out / "config.json").unlink()
     (out / ".aespa-pl.partial").mkdir()
     (out / ".aespa-pl.partial" / "config.json").touch()
+    (out / ".aespa-pl.partial" / "format").write_text("hf")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        export(str(fresh.folder), format="gguf", output=str(out), verify="bytes")
     export(str(fresh.folder), format="hf", output=str(out), verify="bytes")
     assert files(out) == expected

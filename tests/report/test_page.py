@@ -137,7 +137,7 @@ def test_a_text_measured_on_different_tokens_has_a_column_for_each(tmp_path: Pat
     assert table.head == [
         "", "perplexity, t (4 segments of 64 tokens, set 1)", "perplexity, u",
         "perplexity, t (16 segments of 64 tokens)", "perplexity, t (4 segments of 64 tokens, set 3)",
-        "perplexity, t (an unknown number of segments)",
+        "perplexity, t (of an older version)",
     ]  # fmt: skip
     columns = [row.index("10.000") for row in table.rows]
     assert columns == [1, 3, 4, 5, 1]
