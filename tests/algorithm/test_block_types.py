@@ -131,7 +131,8 @@ def test_refit_lowers_the_loss_and_keeps_what_the_type_stores(
     of_bytes, _ = refit(integers.to(torch.uint8), W, grid, H, G, row_factor=factor)  # as the descent has them
     assert torch.equal(dequantize(integers, of_bytes), dequantize(integers, moved))
     before, after = loss(integers, W, grid, H, G), loss(integers, W, moved, H, G)
-    assert bool((after < before).all())
+    assert bool((after <= before).all())  # of one head nothing may be gained
+    assert after.sum() < before.sum()
     torch.testing.assert_close(left.sum(-1).double(), after, rtol=1e-4, atol=0)
     assert moved.factors is not None
     f = moved.factors

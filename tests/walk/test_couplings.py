@@ -40,7 +40,7 @@ def test_the_model_diverges_less_where_objectives_know_the_end_loss(tmp_path: Pa
     model, ids, held_out = trained()
     found = {}
     for name, changes in (("plain", FAST), ("knowing", KNOWING)):
-        settings = {**changes, "bits": 3, "input_correction": 0.5}
+        settings = {**changes, "bits": 2, "input_correction": 0.5}
         quantized = walk("llama", tmp_path / name, settings, model=model, ids=ids)
         found[name] = divergence(model, quantized.exported(), held_out)
     assert found["knowing"] < 0.95 * found["plain"]
