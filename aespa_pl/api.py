@@ -45,7 +45,7 @@ IN_PYTHON = {
     rf"--{TRUST} true": "trust=True",
     r", or give (your own|the run's configuration) with --config": "",
     r"without --ckpt_path": "with aespa_pl.quantize",
-    r"aespa-pl fit --ckpt_path '?([^\s']+)'?": r"aespa_pl.resume('\1')",
+    r"aespa-pl fit --ckpt_path (?:'([^']*)'|([^\s']+))": r"aespa_pl.resume('\1\2')",  # quoted for a shell
 }
 """Patterns of the command line's advice, with what is written here."""
 KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, *OF_CALL, "data", "output", FREE, "seed_everything")
@@ -161,8 +161,8 @@ def resume(
 
     ``trust`` lets the configuration of a run from somebody else name callbacks, loggers and ``data.cache``;
     ``progress`` and ``settings`` that a run may change (``data={"hidden_states": "disk"}``) are as for
-    :func:`quantize`. Raises UserError where there is no such run or what it was made
-    from has changed, and KeyboardInterrupt where it was interrupted again.
+    :func:`quantize`. Raises UserError where there is no such run or what it was made from has changed, and
+    KeyboardInterrupt where it was interrupted again.
     """
     options = [Option("ckpt_path", str(folder)), *([Option(TRUST, "true")] if trust else [])]
     options += [option for key, value in settings.items() for option in _options(key, value)]

@@ -166,8 +166,9 @@ def _test(parsed: AespaCLI) -> None:
         return
     output = parsed.settings.output
     folder = find_run(parsed.config.ckpt_path or LAST, expanded(output.folder), output.name)
-    job = Job.prepare(_with_revision(parsed.settings, Run.open(folder)), device)
-    refuse_other_quantization(parsed.arguments, job.quantization, Run.open(folder))
+    found = Run.open(folder)
+    job = Job.prepare(_with_revision(parsed.settings, found), device)
+    refuse_other_quantization(parsed.arguments, job.quantization, found)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
         run, metrics = evaluate.test(job, folder, parsed.tasks, progress, world)

@@ -132,8 +132,11 @@ def test_interrupted_it_is_resumed_to_the_same_bytes(
     with pytest.raises(aespa_pl.UserError, match=r"bits was 2 and is 4.*start a new run with aespa_pl\.quan"):
         aespa_pl.resume(run.folder, bits=4)
     (run.folder / "blocks" / "block_000.safetensors").unlink()
-    with pytest.raises(aespa_pl.UserError, match=rf"mend it with aespa_pl\.resume\('{run.folder}'\)"):
-        run.export("hf")
+    for name in ("aespa", "a name of words"):
+        (run.folder.parent.parent / "aespa").rename(run.folder.parent.parent / name)
+        run = replace(run, folder=run.folder.parent.parent / name / run.folder.name)
+        with pytest.raises(aespa_pl.UserError, match=rf"mend it with aespa_pl\.resume\('{run.folder}'\)"):
+            run.export("hf")
 
 
 def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
