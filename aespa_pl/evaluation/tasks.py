@@ -207,14 +207,16 @@ def _load(manager: "TaskManager", name: str) -> None:
 
 
 def _score(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    scores = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
-    metric = _accuracy(name, scores)
-    error = scores.get(f"{metric}_stderr")
+    scores = results["results"][name]  # by "metric,filter", where a task may filter its answers in several ways
+    metric = _accuracy(name, {key.partition(",")[0] for key in scores})
+    key = next(key for key in scores if key.partition(",")[0] == metric)
+    _, _, answers = key.partition(",")
+    error = scores.get(f"{metric}_stderr,{answers}")
     members = results.get("group_subtasks", {}).get(name) or [name]
     counts = results.get("n-samples", {})
     return {
-        "metric": metric,
-        "value": float(scores[metric]),
+        "metric": metric if answers in {"", "none"} else f"{metric}, {answers}",
+        "value": float(scores[key]),
         "error": float(error) if isinstance(error, int | float) else None,
         "items": sum(int(counts[member]["effective"]) for member in members if member in counts),
     }

@@ -57,6 +57,25 @@ metadata:
 """
 
 
+TWO_FILTERS = """\
+output_type: generate_until
+generation_kwargs: {until: ["."], max_gen_toks: 2}
+test_split: test
+doc_to_text: "{{ctx}}"
+doc_to_target: "right"
+filter_list:
+  - name: strict
+    filter: [{function: regex, regex_pattern: "never", fallback: "right"}, {function: take_first}]
+  - name: flexible
+    filter: [{function: regex, regex_pattern: "never", fallback: "wrong"}, {function: take_first}]
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
+"""A task whose answers are cut out in two ways, as gsm8k's are."""
+
+
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a local task file, whose data are cached in the test's own folder."""
@@ -120,6 +139,18 @@ def test_accuracy_is_the_share_of_items_whose_answer_is_likeliest(task: str, lim
     assert (score["metric"], score["items"]) == ("acc", len(ITEMS[:limit]))
     assert score["value"] == pytest.approx(mean)
     assert score["error"] == pytest.approx(error)
+
+
+@harness
+@foreign_warnings
+def test_of_answers_that_are_read_in_two_ways_the_first_counts(task: str) -> None:
+    content = Path(task).read_text().partition("output_type")[0]
+    Path(task).write_text(content + TWO_FILTERS)
+    folder = resolve("embedded:opt")
+    settings = TaskSettings([task], task_limit=2)
+    found = measure_tasks(folder, find_tasks(settings), settings, device=CPU, dtype=torch.float32)
+    score = found["tiny_task_of_this_test"]
+    assert (score["metric"], score["value"], score["error"]) == ("exact_match, strict", 1, 0)
 
 
 @harness
