@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
@@ -149,11 +150,14 @@ class AespaCLI(LightningCLI):
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects. Raises UserError where one can't be made."""
         try:
-            return cast(Namespace, self.parser.instantiate(config))
+            made = cast(Namespace, self.parser.instantiate(config))
         except Exception as error:  # what the constructors of loggers and callbacks raise, of any class
             # of the reasons of all types that a key may have, the one of the class that was named
             reasons = re.findall(r"^ *- (?!Expected a <class)(.*[^:\n])$", str(error), re.MULTILINE)
             raise UserError(f"trainer: {reasons[0] if reasons else first_cause(error)}") from error
+        if made.trainer.accelerator == "auto" and not torch.cuda.is_available():
+            made.trainer.accelerator = "cpu"  # Lightning's auto may find MPS, which lacks types that are needed
+        return made
 
 
 def _absolute_texts(given: Any) -> Any:

@@ -164,7 +164,7 @@ def first_trainer(parsed: AespaCLI) -> Trainer:
             "divided over them: set it to ddp, or leave it out"
         )
     kind = trainer.strategy.root_device.type
-    if kind not in ("cpu", "cuda"):  # what auto finds may lack the types that are needed
+    if kind not in ("cpu", "cuda"):  # it may lack the types that are needed
         raise UserError(
             f"trainer.accelerator is {chosen.accelerator}, which is {kind} here: only the CPU and CUDA "
             "devices are supported, so set it to cpu"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import MPSAccelerator
 
 from tests.cli.commands import NO_TEXTS, CommandLine, small
 
@@ -158,14 +159,18 @@ def test_bad_input_is_one_line_and_status_2(
     assert not list(Path().glob("lightning_logs/aespa/*"))
 
 
-def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
+def test_where_there_is_no_cuda_auto_is_the_cpu_and_other_accelerators_are_refused(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is that of a Mac, where Lightning's auto is MPS."""
-    monkeypatch.setattr("lightning.pytorch.strategies.SingleDeviceStrategy.root_device", torch.device("mps"))
-    status, out, err = aespa("fit", *small(model), "--trainer.accelerator", "auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)
+    monkeypatch.setattr("lightning.fabric.accelerators.mps._get_all_available_mps_gpus", lambda: [0])
+    status, out, err = aespa("fit", *small(model), "--trainer.accelerator", "mps")
     assert (status, out) == (2, "")
-    assert re.search(r"trainer\.accelerator is auto, which is mps here: .*set it to cpu", err)
+    assert re.search(r"trainer\.accelerator is mps, which is mps here: .*set it to cpu", err)
+    options = ["--trainer.accelerator", "auto", "--trainer.fast_dev_run", "true"]
+    assert aespa("fit", *small(model), *options)[0] == 0
 
 
 @pytest.mark.parametrize(
