@@ -68,7 +68,8 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     trainer, smoke = first_trainer(parsed), parsed.trainer_section.fast_dev_run
     resume = parsed.config.ckpt_path
     settings = _continued(parsed.settings, resume)
-    job = Job.prepare(settings, trainer.strategy.root_device)
+    devices = Devices(trainer.world_size, trainer.num_nodes)
+    job = Job.prepare(settings, trainer.strategy.root_device, devices)
     # all of this before other processes start: most mistakes are noticed here
     chosen_loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
@@ -79,8 +80,7 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
         if resume in (None, LAST) and (idle := without_effect(parsed.arguments, job.quantization)):
             progress.say(idle)
         if job.quantization.target is not None and resume in (None, LAST):
-            setup = job.setup(Devices(trainer.world_size, trainer.num_nodes))
-            world.from_first(partial(_check_inputs, job, setup))
+            world.from_first(partial(_check_inputs, job, job.setup(devices)))
         job, mixture = for_target(job, settings, resume, progress, world)
         job = _with_agreed_place(job, world)
         saved = parsed.text(job.quantization, job.model.revision)
@@ -198,9 +198,10 @@ def _plan(arguments: Arguments) -> None:
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
     config = read_config(find_model(settings, device, weights=False))
-    job = checked(settings, device, config)
+    devices = Devices(trainer.world_size, trainer.num_nodes)
+    job = checked(settings, device, config, devices=devices)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
-    setup = job.setup(Devices(trainer.world_size, trainer.num_nodes))
+    setup = job.setup(devices)
     refused = tuning_shortages(setup)
     rate = rented[1] if rented else product_rate(device, job.shape.hidden, MEASURING_SECONDS)
     needs = needs_of(setup, stored_bytes=job.stored.itemsize, rate=rate)

@@ -99,13 +99,13 @@ class Job(Checked):
     pretrained: PretrainedFolder
 
     @classmethod
-    def prepare(cls, settings: Settings, device: torch.device) -> "Job":
+    def prepare(cls, settings: Settings, device: torch.device, devices: Devices = ONE_DEVICE) -> "Job":
         """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
         folder, model = find_model(settings, device, weights=True), settings.model
         if model.revision is None and folder.parent.name == "snapshots":  # what main is today
             settings = replace(settings, model=replace(model, revision=folder.name))
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
-        fitting = checked(settings, device, pretrained.config, pretrained.dtype)
+        fitting = checked(settings, device, pretrained.config, pretrained.dtype, devices=devices)
         return cls(**vars(fitting), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
@@ -203,11 +203,17 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
 
 
 def checked(
-    settings: Settings, device: torch.device, config: PreTrainedConfig, stored: torch.dtype | None = None
+    settings: Settings,
+    device: torch.device,
+    config: PreTrainedConfig,
+    stored: torch.dtype | None = None,
+    *,
+    devices: Devices = ONE_DEVICE,
 ) -> Checked:
     """Return settings without auto. Raises UserError where the model can't be quantized with them.
 
-    ``stored`` is the type of the model's files; None: as its configuration says.
+    ``stored`` is the type of the model's files; None: as its configuration says. Processes on
+    ``devices`` of one host share its memory.
     """
     stored = stored or getattr(config, "dtype", None) or torch.float32
     family, quantization = family_of(config), settings.quantization
@@ -230,7 +236,7 @@ def checked(
     size = given.dtype.itemsize
     data = resolved_data(settings.data, quantization, shape, device, length=length, dtype_bytes=size)
     found = replace(given, data=data)
-    return replace(found, quantization=resolved_place(found.setup()))
+    return replace(found, quantization=resolved_place(found.setup(devices)))
 
 
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:

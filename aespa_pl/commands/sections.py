@@ -156,7 +156,7 @@ class AespaCLI(LightningCLI):
             reasons = re.findall(r"^ *- (?!Expected a <class)(.*[^:\n])$", str(error), re.MULTILINE)
             raise UserError(f"trainer: {reasons[0] if reasons else first_cause(error)}") from error
         if made.trainer.accelerator == "auto" and not torch.cuda.is_available():
-            made.trainer.accelerator = "cpu"  # Lightning's auto may find MPS, which lacks types that are needed
+            made.trainer.accelerator = "cpu"  # Lightning may find MPS, which lacks types that are needed
         return made
 
 

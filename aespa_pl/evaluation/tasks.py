@@ -207,7 +207,7 @@ def _load(manager: "TaskManager", name: str) -> None:
 
 
 def _score(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    scores = results["results"][name]  # by "metric,filter", where a task may filter its answers in several ways
+    scores = results["results"][name]  # by "metric,filter": answers may be cut out in several ways
     metric = _accuracy(name, {key.partition(",")[0] for key in scores})
     key = next(key for key in scores if key.partition(",")[0] == metric)
     _, _, answers = key.partition(",")

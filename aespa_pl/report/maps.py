@@ -38,6 +38,11 @@ def worst_first(ratios: Ratios) -> list[str]:
     return [f"{name} of block {block} ({ratios[block, name]:.2f})" for block, name in ranked]
 
 
+def no_losses(run: StoredRun) -> str:
+    """Return why a run has no losses to show."""
+    return "finished blocks keep their weights" if run.journal.blocks else "no block is finished"
+
+
 def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
     """Return the heat map of the losses that are left, at most ``width`` inches wide.
 
@@ -45,7 +50,7 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
     """
     ratios = final_ratios(run)
     if not ratios:
-        return Picture(run.name, "Not stored by this run: no block is finished.")
+        return Picture(run.name, f"Not stored by this run: {no_losses(run)}.")
     ranked = worst_first(ratios)
     above = sum(ratio > 1 for ratio in ratios.values())
     caption = (

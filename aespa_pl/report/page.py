@@ -124,6 +124,8 @@ def verdict(run: StoredRun) -> str:
     by_kind: Mapping[str, Mapping[str, float]] = run.metrics.get("perplexity", {})
     originals, results = by_kind.get("original", {}), by_kind.get("quantized", {})
     rises = {text: value / originals[text] - 1 for text, value in results.items() if text in originals}
+    if not rises and not run.journal.metrics_file.is_file():
+        return "Not measured yet: the run is not finished."
     if not rises:
         return (
             "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at "
@@ -148,7 +150,7 @@ def where_lost(run: StoredRun) -> str:
     """Return which projections keep most of nearest rounding's loss, in one sentence."""
     names = ", ".join(maps.worst_first(maps.final_ratios(run))[:3])
     if not names:
-        return "Where it was lost is not known: no block is finished."
+        return f"Where it was lost is not known: {maps.no_losses(run)}."
     most = "Before the trainings, most" if tunings(run) else "Most"
     return f"{most} of nearest rounding's loss is left in {names}; 1 is nearest rounding's own."
 

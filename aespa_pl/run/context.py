@@ -62,6 +62,11 @@ class Context:
         """Return the device that blocks run on."""
         return self.source.device
 
+    @property
+    def division(self) -> str:
+        """Return how several processes divide the segments, for the name of a training; or nothing."""
+        return f", {self.world.size} processes, batches of {self.batch_size}" if self.world.size > 1 else ""
+
     def layout(self, block: int) -> BlockLayout:
         """Return the layout of a block, given its number."""
         return layout_of(self.source.family, self.source.pretrained.config, self.settings, block)

@@ -27,8 +27,8 @@ class Training:
     """Folder of its curves in the folder of the run."""
     number: int = 0
     """Place among the trainings of the block whose results are kept until the block is complete."""
-    processes: int = 1
-    """Number of processes that train it together, where the result depends on that."""
+    division: str = ""
+    """How processes divide the segments among them, where the result depends on that."""
     start: str = ""
     """Checksum of the grids and integers that it starts from, where they are computed again in a resume: what
     a checkpoint holds belongs to them."""
@@ -36,8 +36,7 @@ class Training:
     @property
     def key(self) -> str:
         """Return the name that a checkpoint has to have in common with the training that continues it."""
-        processes = f", {self.processes} processes" if self.processes > 1 else ""
-        return self.name + processes + (f", from {self.start}" if self.start else "")
+        return self.name + self.division + (f", from {self.start}" if self.start else "")
 
 
 def block_curves(block: int, unit: str = "") -> str:

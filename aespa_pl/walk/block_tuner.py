@@ -72,22 +72,23 @@ class BlockTuner:
         ``inputs`` are the hidden states before the quantized block; the original model's are ``between`` the
         sublayers and, after the block, the ``targets``.
         """
-        groups, weights, finite = tunable.layout.groups, dict(tunable.weights), True
+        groups, weights, finite, epoch = tunable.layout.groups, dict(tunable.weights), True, 0
         last = Unit("", groups, self._run_block, targets)
         # a sublayer whose projections are all kept has nothing to learn: the block is one unit then
         if between is not None and all(map(learnable, sublayers := sublayers_of(groups))):
             first = Unit(ATTENTION, sublayers[0], partial(self._run_attention, groups[-1]), between)
             last = Unit(FEED_FORWARD, sublayers[1], self._run_block, targets)
-            learned, finite = self._tune_before(index, first, tunable, inputs)
+            learned, finite, epoch = self._tune_before(index, first, tunable, inputs)
             weights |= learned
         found = self._tune_unit(self._training(index, last, tunable), last, tunable, inputs)
         weights |= found.weights[0]
-        changed = changed_fraction([tunable.weights], [weights])
-        return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
+        changed, epoch = changed_fraction([tunable.weights], [weights]), max(epoch, found.epoch)
+        finite = finite and found.finite
+        return replace(found, weights=[weights], changed=changed, finite=finite, epoch=epoch)
 
     def _tune_before(
         self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
-    ) -> tuple[dict[str, StoredWeight], bool]:
+    ) -> tuple[dict[str, StoredWeight], bool, int]:
         """Tune a unit that another follows, or read what an interrupted run learned of it (``read_unit``)."""
         context = self.context
         training, file = context.world.from_first(lambda: self._known_unit(index, unit, tunable))
@@ -98,14 +99,14 @@ class BlockTuner:
             file = context.run.portion_file(training)
             write_unit(file, tunable, found)
             context.run.note_portion(training, file)
-        return found.weights[0], found.finite
+        return found.weights[0], found.finite, found.epoch
 
     def _training(self, index: int, unit: Unit, tunable: TunableBlock) -> Training:
         # a checkpoint lacks zero points and signs of scales, and targets, which are another dtype's
         name = f"{f'tuning {unit.name}'.strip()} in {self.context.source.dtype}"
         start = checksum_of(weight_tensors(tunable.weights).values())
-        processes = self.context.world.size
-        return Training(index, name, block_curves(index, unit.name), processes=processes, start=start)
+        division = self.context.division
+        return Training(index, name, block_curves(index, unit.name), division=division, start=start)
 
     def _known_unit(self, index: int, unit: Unit, tunable: TunableBlock) -> tuple[Training, Path | None]:
         """Return the training of a unit, and the file of what it has learned, if there is one."""
@@ -180,12 +181,13 @@ def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
     """Write what was learned of a unit: its weights, and all of the block that is not quantized."""
     tensors = weight_tensors(found.weights[0])
     tensors |= {f"plain {name}": p for name, p in plain_parameters(tunable).items()}
-    write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})
+    tensors |= {"finite": torch.tensor(found.finite), "epoch": torch.tensor(found.epoch)}
+    write_tensors(file, tensors, {})
 
 
 @torch.no_grad()
-def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight], bool]:
-    """Put what ``write_unit`` wrote into the block; return weights, and whether all errors were finite."""
+def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight], bool, int]:
+    """Put what ``write_unit`` wrote into the block; return weights, finiteness of all errors, best epoch."""
     tensors = load_file(file, str(next(tunable.block.parameters()).device))
     weights: dict[str, StoredWeight] = {}
     for p in tunable.layout.projections:
@@ -196,7 +198,7 @@ def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight
             set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
     for name, parameter in plain_parameters(tunable).items():
         parameter.copy_(tensors[f"plain {name}"])
-    return weights, bool(tensors["finite"])
+    return weights, bool(tensors["finite"]), int(tensors["epoch"])
 
 
 def plain_parameters(tunable: TunableBlock) -> dict[str, nn.Parameter]:

@@ -69,7 +69,7 @@ class ModelTuner:
         streamed = settings.blocks == "disk"
         # targets are hidden states, which are another dtype's
         name = f"model{', blocks on disk' if streamed else ''} in {source.dtype}"
-        training = Training(count, name, "end_to_end", processes=world.size)
+        training = Training(count, name, "end_to_end", division=context.division)
         pairs = SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,

@@ -1,5 +1,6 @@
 """A run of several processes goes on with another number of them, from the checkpoint of one."""
 
+import shutil
 import signal
 from typing import Any
 
@@ -122,9 +123,13 @@ def test_two_move_integers_on_disk_together_and_go_on_bit_for_bit(bench: Bench) 
     assert end["changed"] > 0
     killed = bench.fit("moved_killed", *ON_DISK, processes=2, number=signal.SIGKILL, when="moved/step_3/*")
     assert killed.status == -signal.SIGKILL
+    shutil.copytree(bench.run("moved_killed").parent, bench.run("moved_again").parent)
     outcome = bench.fit("moved_killed", *ON_DISK, *LAST, processes=2)
     assert outcome.status == 0, "\n".join(outcome.texts)
     check_same_blocks(bench, "moved_killed", "moved")
+    # each process has other segments in batches of one, so the tuning begins again
+    outcome = bench.fit("moved_again", *ON_DISK, "--data.batch_size=1", *LAST, processes=2)
+    assert outcome.status == 0, "\n".join(outcome.texts)
     again = bench.journal("moved_killed")["tuned"]
     assert (again["error"], again["changed"]) == (end["error"], end["changed"])
     assert not (bench.run("moved") / "moved").exists()

@@ -28,8 +28,8 @@ def test_all_that_the_first_unit_has_learned_is_there_after_an_interruption(tmp_
     learned, again = tunable(), tunable()
     found = Tuned([dict(learned.weights)], 1.0, 0.5, epoch=1, finite=True, changed=0.0)
     write_unit(tmp_path / "unit.safetensors", learned, found)
-    weights, finite = read_unit(tmp_path / "unit.safetensors", again)
-    assert finite
+    weights, finite, epoch = read_unit(tmp_path / "unit.safetensors", again)
+    assert (finite, epoch) == (True, 1)
     assert torch.equal(weights["layer"].weight(), learned.weights["layer"].weight())
     layer = again.block.get_parameter("layer.weight")
     assert torch.equal(layer, learned.weights["layer"].weight())
