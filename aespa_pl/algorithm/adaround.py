@@ -17,7 +17,7 @@ from torch import Tensor
 from aespa_pl.algorithm.grid_types import neighbours
 from aespa_pl.algorithm.objectives import error_product, multiply, operand
 from aespa_pl.algorithm.quantizer import Grid, split_zero
-from aespa_pl.algorithm.workspace import Workspace, fused
+from aespa_pl.algorithm.workspace import Workspace, chunk_elements, fused
 
 STRETCH = 1.2
 """Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
@@ -164,7 +164,7 @@ def rounding_loss(
 
 def _error_in_chunks(tensors: tuple[Tensor, ...], workspace: Workspace) -> list[tuple[Tensor, ...]]:
     """Write the error ``base + gain h(B)``; return the tensors in parts that stay in a processor's cache."""
-    size = CPU_CHUNK * torch.get_num_threads()
+    size = chunk_elements(tensors[0], cpu=CPU_CHUNK, accelerator=max(1, tensors[0].numel()))
     chunks = list(zip(*(x.view(-1).split(size) for x in tensors), strict=True))
     for b, base, gain, error, _ in chunks:
         h = workspace.like("h", b)

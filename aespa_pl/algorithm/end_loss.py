@@ -28,7 +28,7 @@ def uncompensated(H: Float[Tensor, "d_in d_in"], damping: float) -> Float[Tensor
     damped = H.clone()
     damped.diagonal().copy_(damp(H.diagonal()[None], damping)[0])
     order = damped.diagonal().argsort(descending=True, stable=True)  # of OPTQ
-    variances = remaining_variances(damped[order][:, order])
+    variances = remaining_variances(damped, order)
     return torch.empty_like(variances).index_copy_(0, order, variances)
 
 

@@ -33,6 +33,8 @@ from aespa_pl.algorithm.workspace import chunk_elements
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (docs/algorithm.md)."""
+MOST_GRIDS = 2**26
+"""Candidates of rows and groups that are compared at once, which take about 25 bytes each."""
 STARTS = [k / 5 for k in range(-4, 5)]
 """What the largest integer is taken for less or more in each start, where there are minimums."""
 SIGNED_STARTS = [k / 5 for k in range(-8, 9)]
@@ -88,7 +90,12 @@ def search_grid(
         blocks = _blocks(H[h], zeta, size)
         V = _split(rows / zeta, size).transpose(0, 1).contiguous()  # products would copy it otherwise
         if kind is None:
-            scale, zero_point, loss = best_grids(V, blocks, _candidates(V, grid_format), effort=effort)
+            at_once = max(1, MOST_GRIDS // (2 * CLIP_RATIOS * len(V)))
+            found = [
+                best_grids(some.contiguous(), blocks, _candidates(some, grid_format), effort=effort)
+                for some in V.split(at_once, 1)
+            ]
+            scale, zero_point, loss = (torch.cat(each, 1) for each in zip(*found, strict=True))
             grids.append(Grid(scale.T[None], zero_point.T[None], zeta, grid_format.bits))
             losses.append(loss)
         else:

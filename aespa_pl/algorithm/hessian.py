@@ -55,9 +55,14 @@ def unit_factor(
     return upper.div_(upper.diagonal(dim1=1, dim2=2)[:, None].clone()), added
 
 
-def remaining_variances(H: Float[Tensor, "d_in d_in"]) -> Float[Tensor, " d_in"]:
-    """Return D of ``H = C D C^T``, as ``unit_factor`` has it: each input's variance given the later ones."""
-    return _factored(H[None])[0][0].diagonal().flip(0).square()
+def remaining_variances(
+    H: Float[Tensor, "d_in d_in"], order: Int[Tensor, " d_in"] | None = None
+) -> Float[Tensor, " d_in"]:
+    """Return D of ``H = C D C^T``, as ``unit_factor`` has it: each input's variance given the later ones.
+
+    With an ``order`` H is taken in it, and so is D.
+    """
+    return _factored(H[None], None if order is None else order[None])[0][0].diagonal().flip(0).square()
 
 
 def corrected_weights(

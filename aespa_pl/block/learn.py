@@ -138,7 +138,9 @@ class Learner:
                 taken = self._share(heads, p).taken_heads
                 taken = slice(heads.first + taken.start, heads.first + taken.stop)
                 if len(p.hessian) == 1:
-                    H = shared.setdefault(p.hessian, operand(p.hessian[:]))
+                    if p.hessian not in shared:
+                        shared[p.hessian] = operand(p.hessian[:])
+                    H = shared[p.hessian]
                 else:
                     H = operand(p.hessian[taken])
                 batch[heads.key] = H, None if p.other_side is None else p.other_side[taken]

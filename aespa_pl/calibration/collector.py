@@ -97,6 +97,8 @@ class StatisticsCollector:
 
         Where another has seen the same segments, this one counts nothing and has only the shapes.
         """
+        if not self._sums:  # of a pass whose experts are all kept
+            return
         for total in self._sums.values():
             if not counts:
                 total.zero_()
@@ -120,8 +122,9 @@ class StatisticsCollector:
             mirror(total)
         if GATE in sums and ATTENDED_SHIFT in sums:
             # H_V has the mean of the squared gates of a head, and each row of the shift its own
-            gates = sums[GATE].clamp(min=torch.finfo(torch.float32).tiny)
-            sums[ATTENDED_SHIFT].mul_((gates.mean(1, keepdim=True) / gates)[..., None])
+            gates = sums[GATE]
+            ratio = torch.where(gates > 0, gates.mean(1, keepdim=True) / gates, 0)
+            sums[ATTENDED_SHIFT].mul_(ratio[..., None])
         shifts = Shifts(sums.named(Sums.SHIFT), sums.named(Sums.OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
         return BlockStatistics(
             {name: Hessian(total[None]) for name, total in inputs.items()},

@@ -61,6 +61,8 @@ class Seen:
     each weight ``[rows, d]``."""
     inputs: Tensor | None
     """``E[x x^T]`` ``[d_in, d_in]`` of its tokens; matrices with one input share it. None: an embedding."""
+    tokens: int
+    """Number of tokens that it has seen."""
 
 
 class _Moments:
@@ -74,8 +76,9 @@ class _Moments:
     def add_inputs(self, name: str, x: Tensor) -> None:
         flat = x.flatten(0, -2).float()
         self.tokens[name] += len(flat)
-        d = flat.shape[1]
-        add_gram(self.inputs.setdefault(name, flat.new_zeros(d, d)), flat)
+        if name not in self.inputs:
+            self.inputs[name] = flat.new_zeros(flat.shape[1], flat.shape[1])
+        add_gram(self.inputs[name], flat)
 
     def add_outputs(self, name: str, gradient: Tensor) -> None:
         squares = gradient.flatten(0, -2).float().square().sum(0)
@@ -137,7 +140,7 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
         head = _Moments()
         after = _through_head(source, before.pop(), seed, head)
         count, weight = tokens.numel(), source.model.get_output_embeddings().weight.detach()
-        yield Seen(None, "head", weight, head.outputs["head"] / count, head.mean_input("head"))
+        yield Seen(None, "head", weight, head.outputs["head"] / count, head.mean_input("head"), count)
         for index in reversed(range(source.block_count)):
             with source.block(index) as block:
                 layout = source.family.layout(source.pretrained.config, index)
@@ -150,7 +153,7 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
                     for p in projections:
                         squares = projection_rows(moments.outputs[p.module], layout, p).flatten()
                         weight = projection_weight(block, layout, p)
-                        yield Seen(index, p.name, weight, squares / count, H)
+                        yield Seen(index, p.name, weight, squares / count, H, moments.tokens[name])
             before.pop()
         yield _of_embedding(source, tokens, after)
 
@@ -293,4 +296,4 @@ def _of_embedding(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]
         sums.index_add_(0, of_rows.indices()[0], of_rows.values().float().square())
     module.sparse, module.padding_idx = False, padding
     weight.requires_grad = False
-    return Seen(None, "embedding", weight.detach(), sums / tokens.numel(), None)
+    return Seen(None, "embedding", weight.detach(), sums / tokens.numel(), None, tokens.numel())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from aespa_pl.algorithm import candidates, optq
-from aespa_pl.algorithm.grid import CLIP_RATIOS
+from aespa_pl.algorithm.grid import CLIP_RATIOS, MOST_GRIDS
 from aespa_pl.calibration.attended import chunks, over_tokens, row_count, stride
 from aespa_pl.calibration.end_loss import POSITIONS, segments_of
 from aespa_pl.models import streamed
@@ -30,9 +30,9 @@ REFIT_BYTES = 16 * FLOAT
 PROCESS_BYTES = 730_000_000
 """Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
 mapped libraries were measured; the rest is for the model's mapped files."""
-GRID_BYTES, GRID_BYTES_OF_GROUPS, CHUNK_BYTES = 8 * FLOAT, 3 * FLOAT, 3 * FLOAT
-"""Bytes per candidate grid: scale, zero point, loss; without groups also copies of those compared. Bytes of
-an error that is compared: itself, its square, a product."""
+GRID_BYTES, CHUNK_BYTES = 8 * FLOAT, 3 * FLOAT
+"""Bytes of a candidate grid: scale, zero point, loss, what is made of these, copies of those compared. Bytes
+of an error that is compared: itself, its square, a product."""
 POLISH_BYTES = 11 * FLOAT
 """Bytes of a weight that is polished: integer, error, step, Newton factor, product; copies where some rows
 have ended; the integers that are chosen."""
@@ -231,7 +231,7 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     chunk = candidates.cpu_chunk(settings.group_size or columns)
     chunk = candidates.ACCELERATOR_CHUNK if accelerator else chunk
     tried = (1 if settings.symmetric else 2) * CLIP_RATIOS
-    grids = (GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES) * tried * rows
+    grids = GRID_BYTES * min(tried * rows, MOST_GRIDS)
     # weights over zeta, and in groups; H times zeta
     return grids + CHUNK_BYTES * chunk + FLOAT * (2 * size + columns**2)
 

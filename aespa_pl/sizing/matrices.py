@@ -141,8 +141,10 @@ def predicted_losses(
                 D = torch.ones(seen.weight.shape[1], device=seen.weight.device)
             elif seen.inputs is not inputs:
                 if settings.optq.enabled:
-                    # a run has more tokens than are used here; a tied head's damping counts as embedding
-                    D = uncompensated(seen.inputs, damping_for(settings.damping, 0, 0))
+                    # a run has more tokens than are used here, but of fewer than columns, as experts have,
+                    # H would say that all can be made up for; a tied head's damping counts as embedding
+                    few = len(seen.inputs) if seen.tokens < len(seen.inputs) else 0
+                    D = uncompensated(seen.inputs, damping_for(settings.damping, few, seen.tokens))
                 else:
                     D = seen.inputs.diagonal()
             inputs = seen.inputs

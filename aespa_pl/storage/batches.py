@@ -184,6 +184,10 @@ class NamedMatrices(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._stored[name][:][0]
 
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is a matrix of this name, without reading it."""
+        return name in self._stored
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 

@@ -78,7 +78,9 @@ def test_weighted_errors_need_no_matrix(group_size: int | None, *, symmetric: bo
                 assert_as_good(loss, by_hand(*problem_of, 3, symmetric=symmetric))
 
 
-def test_groups_are_searched_on_their_own_columns() -> None:
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3])
+def test_groups_are_searched_on_their_own_columns(monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+    monkeypatch.setattr("aespa_pl.algorithm.grid.MOST_GRIDS", rows_at_once * 2 * 200)
     W, H, zeta = problem()
     found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=4))[0]
     assert found.scale.shape == (1, 3, 2)
