@@ -42,8 +42,8 @@ class ModelSettings:
     """Branch, tag or commit of a model on the hub."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Floating-point type that blocks run in. auto: float32 on the CPU, the type of the
-    stored weights on an accelerator. Statistics and rounding are float32 in any case, of the weights in
-    this type."""
+    stored weights on an accelerator. Statistics and rounding are computed in float32, from weights that are
+    rounded to this type."""
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,10 @@ class QuantizationSettings:
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     bits_of: dict[str, ProjectionBits] = field(default_factory=dict)
-    """Bits of some projections, where they are others: by name (down_proj: 4), by block (0: 4, counted from
+    """Bits of projections that have others than bits: by name (down_proj: 4), by block (0: 4, counted from
     0), by a pattern (1?.*: 3), or by block and name (0.v_proj: 3), which counts first; of the others that fit
-    the largest number counts (docs/methods.md). 16: the projection stays as it is. lm_head, which else stays,
-    gets the block type of llama.cpp with so many bits."""
+    the largest number counts (docs/methods.md). 16: the projection stays as it is. lm_head, which otherwise
+    keeps its type, gets the block type of llama.cpp with so many bits."""
     symmetric: bool = False
     """Fix the zero point in the middle of the range."""
     group_size: PositiveInt | None = None
@@ -162,9 +162,9 @@ class QuantizationSettings:
     its output is added to, that the projection makes up for; it takes a second stream of hidden states
     through the original model. 0: none, as in the paper (docs/correction.md); null: as the method does."""
     products: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
-    """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
-    the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
-    decide, on these statistics, are float32 (docs/performance.md). auto: tf32 on a CUDA device, float32 on
+    """Precision of the matrix products of steps 1 and 4 (statistics and learning); an accelerator is faster
+    with less. With bfloat16 statistics are in tf32. Sums, grids, OPTQ, polish and the losses that decide are
+    float32 (docs/performance.md). auto: tf32 on a CUDA device, float32 on
     a CPU, which has no tf32. A run that is continued keeps what it was begun with, or is refused."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
