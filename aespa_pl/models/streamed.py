@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.storage.batches import Batches, BatchesOnDisk, in_turn, sending_back
+from aespa_pl.storage.batches import Batches, BatchesOnDisk
 
 POSITIONS = 256
 """Positions whose logits are in memory at once; those of a segment may take more than a block."""
@@ -125,6 +125,6 @@ class StreamedModel:
 
     def advance(self, block: nn.Module, batches: Batches) -> None:
         """Replace the hidden states of all batches by the block's output."""
-        with sending_back(batches, self.device) as replace:
-            for i, hidden in enumerate(in_turn(batches, self.device)):
-                replace(i, self.run_block(block, hidden))
+        for i in range(len(batches)):
+            hidden = batches[i]
+            batches[i] = self.run_block(block, hidden).to(hidden.device)

@@ -135,8 +135,8 @@ def _hidden_place(setup: Setup) -> Literal["device", "memory", "disk"]:
     """Return the nearest place where the streams fit beside everything else."""
     if setup.on_cpu:
         return "memory"
-    given = setup.shape, setup.work, setup.quantization
-    if hidden_bytes(*given) + max(device_bytes(setup).values()) <= room(setup).free:
+    streams = hidden_bytes(setup.shape, setup.work, setup.quantization)
+    if streams + max(device_bytes(setup).values()) <= room(setup).free:
         return "device"
     host = RESERVE * free_bytes(torch.device("cpu"))
-    return "memory" if PROCESS_BYTES + hidden_bytes(*given, pinned=True) <= host else "disk"
+    return "memory" if PROCESS_BYTES + streams <= host else "disk"

@@ -89,7 +89,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     layout, shares, original = shape.layout, shape.shares, 1 if settings.input_correction else 0
     shared = layout.heads // layout.key_value_heads
     heads = (layout.heads + layout.key_value_heads) * layout.head_dim
-    # also the next batch of each stream, which a GPU is sent ahead of its use
+    # also what the batch before became in each stream, which stays until this one has run
     activations = (5 + original) * shape.hidden + 3 * shape.widest_input
     # also the inputs of the original's groups, its residual streams, and what is added to those of both
     of_all = sum(c for name, c in shape.inputs.items() if shares[name] == 1)
@@ -245,21 +245,20 @@ def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = 
     hidden = 0
     if place == "memory" or (setup.on_cpu and place == "device"):
         work = setup.work.of_device(devices.hosts)
-        # an accelerator sends them back to pinned memory
-        hidden = hidden_bytes(setup.shape, work, setup.quantization, pinned=not setup.on_cpu)
+        hidden = hidden_bytes(setup.shape, work, setup.quantization)
     return devices.of_host * (PROCESS_BYTES + device) + hidden
 
 
-def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, pinned: bool = False) -> int:
+def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
     """Return the bytes of the hidden states of all segments, in one to three streams.
 
     Before, the end loss has those of some segments before each block.
     """
-    streams = settings.streams * work.stream_bytes(shape.hidden, pinned=pinned)
+    streams = settings.streams * work.stream_bytes(shape.hidden)
     if not settings.objective.end_loss:
         return streams
     some = replace(work, segments=min(work.segments, segments_of(work.length)), batch_size=1)
-    return max(streams, (shape.blocks + 1) * some.stream_bytes(shape.hidden, pinned=pinned))
+    return max(streams, (shape.blocks + 1) * some.stream_bytes(shape.hidden))
 
 
 def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) -> int:

@@ -168,12 +168,9 @@ class Work:
         batches = math.ceil(math.ceil(self.segments / self.batch_size) / devices)
         return replace(self, segments=min(self.segments, batches * self.batch_size))
 
-    def stream_bytes(self, hidden: int, *, pinned: bool = False) -> int:
+    def stream_bytes(self, hidden: int) -> int:
         """Return the bytes of the hidden states of all segments."""
-        if not pinned:
-            return self.segments * self.length * hidden * self.dtype_bytes
-        batch = self.tokens * hidden * self.dtype_bytes  # torch rounds it up to a power of two
-        return math.ceil(self.segments / self.batch_size) * (1 << (batch - 1).bit_length())
+        return self.segments * self.length * hidden * self.dtype_bytes
 
 
 @dataclass(frozen=True)

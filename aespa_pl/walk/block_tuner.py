@@ -19,7 +19,7 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
-from aespa_pl.storage.batches import Batches, in_turn
+from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import checksum_of, write_tensors
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import RunBlock, output_error
@@ -51,7 +51,7 @@ class BlockTuner:
             return None
         last = self.context.layout(index).groups[-1]
         with torch.inference_mode():
-            batches = in_turn(originals, self.context.device)
+            batches = (originals[i].to(self.context.device) for i in range(len(originals)))
             return self.context.source.keep(self._run_attention(last, module, batch) for batch in batches)
 
     @torch.no_grad()

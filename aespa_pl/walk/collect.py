@@ -11,7 +11,7 @@ from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics, DividedStatistics, refuse_not_finite
 from aespa_pl.run.context import Context
-from aespa_pl.storage.batches import Batches, in_turn, sending_back
+from aespa_pl.storage.batches import Batches
 
 Part = tuple[range, range]  # heads whose H_V, and experts whose statistics, are collected in one pass
 
@@ -70,7 +70,7 @@ def _run_through(
     context: Context, index: int, module: nn.Module, streams: Streams, part: Part, *, first: bool, last: bool
 ) -> BlockStatistics:
     """Run all segments through a block and collect a part of its statistics; all others the first time."""
-    source, settings, device = context.source, context.settings, context.device
+    source, settings = context.source, context.settings
     (heads, experts), layout = part, context.layout(index)
     attends = layout.attended_group is not None
     collector = StatisticsCollector(
@@ -90,21 +90,19 @@ def _run_through(
     # both streams are equal before block 0, and so is all that follows, unless the embedding is quantized
     differ = len(streams.original) > 0 and (index > 0 or context.quantized_stem is not source)
     compare = differ and bool(settings.input_correction)
-    originals = in_turn(streams.original, device)
     watching = partial(observing, module, layout.groups, layout.mixture if experts else None)
-    with sending_back(streams.original, device) as replace_original:
-        for i, quantized in enumerate(in_turn(streams.quantized, device)):
-            original = None
-            if compare:
-                with watching(residuals=True, experts=False) as original:
-                    after = source.run_block(module, next(originals))
-            elif differ and last:
-                after = source.run_block(module, next(originals))
-            with watching(residuals=compare, experts=len(experts) > 0, attention=either) as seen:
-                output = source.run_block(module, quantized)
-            if streams.original and last:
-                replace_original(i, after if differ else output)
-            collector.add(seen, original)
+    for i in range(len(streams.quantized)):
+        quantized, original = streams.quantized[i], None
+        if compare:
+            with watching(residuals=True, experts=False) as original:
+                after = source.run_block(module, streams.original[i])
+        elif differ and last:
+            after = source.run_block(module, streams.original[i])
+        with watching(residuals=compare, experts=len(experts) > 0, attention=either) as seen:
+            output = source.run_block(module, quantized)
+        if streams.original and last:
+            streams.original[i] = (after if differ else output).to(quantized.device)
+        collector.add(seen, original)
     if not context.world.alone:
         collector.add_up(context.world.sum_, counts=streams.own)
     if collector.experts is not None:
@@ -121,9 +119,9 @@ def _complete(
         return
     if not world.is_first:
         experts.clear(few)
-    for quantized in in_turn(streams.quantized, context.device) if streams.own else ():
+    for i in range(len(streams.quantized) if streams.own else 0):
         with observing(module, [], experts.mixture) as seen:
-            context.source.run_block(module, quantized)
+            context.source.run_block(module, streams.quantized[i])
         with torch.inference_mode():
             experts.see_all(module, seen.inputs[experts.mixture.module])
     if not world.alone:

@@ -62,9 +62,5 @@ def run_on_host(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def asks_not_to_block(name: str, args: Any, kwargs: Any) -> bool:
-    return bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-
-
 def indexes_with_flags(args: Any) -> bool:
     return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1]))

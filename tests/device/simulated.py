@@ -1,10 +1,9 @@
 """A device for tests: tensors in host memory that behave as those of an accelerator do, and are counted.
 
-An operation on tensors of two devices is refused. Copies that don't block arrive late, and a copy that is
-used too early is refused. Each operation on the device counts as one kernel (libraries' factorizations
-are several in truth), with the bytes that it reads and writes, and so does a function that is compiled
-(tests/algorithm/test_fusion.py shows that a compiler makes one kernel of it). Whatever makes the host
-wait for the device counts as a synchronization.
+An operation on tensors of two devices is refused. Each operation on the device counts as one kernel
+(libraries' factorizations are several in truth), with the bytes that it reads and writes, and so does a
+function that is compiled (tests/algorithm/test_fusion.py shows that a compiler makes one kernel of it).
+Whatever makes the host wait for the device counts as a synchronization.
 
 Numbers are those of the CPU: this shows what a program asks of an accelerator, not how long it takes.
 """
@@ -17,13 +16,12 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 
 from aespa_pl.algorithm import workspace
+from tests.device.module import NAME, device
 from tests.device.operations import tree_leaves
-from tests.device.streams import NAME, device
 from tests.device.tally import tallies
-from tests.device.tensors import KEPT, OneKernel, SimulatedTensor, address, kernels_open, mode, pinned, size
+from tests.device.tensors import OneKernel, SimulatedTensor, kernels_open, mode, size
 
 
 def compiled(function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:
@@ -44,21 +42,12 @@ def compiled(function: Callable[..., Any], **_options: Any) -> Callable[..., Any
     return call
 
 
-def _pin(tensor: Tensor, *_: Any) -> Tensor:
-    found = tensor.clone()
-    pinned.add(address(found))
-    KEPT.append(found)
-    return found
-
-
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Have the device for the time of a test."""
     where = device()
     monkeypatch.setattr(torch, "compile", compiled)
     workspace.compiled.cache_clear()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", _pin)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, *_: address(t) in pinned)
     only = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -68,8 +57,6 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     finally:
         workspace.compiled.cache_clear()
         torch._C._set_only_lift_cpu_tensors(only)
-        KEPT.clear()
-        pinned.clear()
 
 
 class SimulatedAccelerator(Accelerator):

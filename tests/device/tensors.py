@@ -1,4 +1,4 @@
-"""A simulated tensor refuses what a device refuses, copies late, and counts each operation as one kernel."""
+"""A simulated tensor refuses what a device refuses, and counts each operation as one kernel."""
 
 import copy
 import math
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from tests.device.module import NAME, device
 from tests.device.operations import (
     COPIES,
     FREE,
@@ -17,19 +18,15 @@ from tests.device.operations import (
     OVERWRITING,
     WAITING,
     aliases,
-    asks_not_to_block,
     indexes_with_flags,
     made_of_others,
     run_on_host,
     tree_leaves,
     tree_map,
 )
-from tests.device.streams import CLOCK, CURRENT, NAME, Event, Stream, active, device
 from tests.device.tally import tallies, tally
 
 kernels_open: list["OneKernel"] = []
-pinned: set[int] = set()
-"""Addresses of pinned host memory."""
 
 
 class OneKernel:
@@ -55,8 +52,6 @@ class SimulatedTensor(torch.Tensor):
     """A tensor that says that it is on the device."""
 
     held: Tensor
-    arrives: tuple[Stream, Event] | None
-    made: int
     is_cuda = True
 
     @staticmethod
@@ -74,8 +69,6 @@ class SimulatedTensor(torch.Tensor):
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
-        self.arrives = None
-        self.made = CLOCK[0]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.held})"
@@ -83,9 +76,6 @@ class SimulatedTensor(torch.Tensor):
     def tolist(self) -> Any:
         tally("tolist")
         return self.held.tolist()
-
-    def record_stream(self, s: Any) -> None:
-        """Keep the memory until the stream is done: there is nothing to keep here."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SimulatedTensor":
         return SimulatedTensor(copy.deepcopy(self.held, memo))
@@ -125,8 +115,6 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in COPIES:
         return _copy(func, name, args, kwargs, to_device=there)
     _refuse_mixed(name, leaves, args)
-    _refuse_early(name, here)
-    CLOCK[0] += 1
     host = tree_map(_held, (args, kwargs))
     result = run_on_host(func, name, *host)
     if there:
@@ -139,16 +127,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> Any:
-    """Copy within the device, to it or from it; a copy from or to pinned memory need not block."""
+    """Copy within the device, or to it or from it, which the host waits for."""
     source = args[1] if name == "copy_" else args[0]
     target = args[0] if name == "copy_" else None
     if target is not None:
         to_device = isinstance(target, SimulatedTensor)
     from_device = isinstance(source, SimulatedTensor)
-    _refuse_early(name, [x for x in (source,) if from_device])
     host = tree_map(_held, (args, kwargs))
     if from_device and to_device:
-        CLOCK[0] += 1
         result = _placed(func(*host[0], **host[1]))
         _count(func, name, args, kwargs, result)
         return target if target is not None else result
@@ -156,42 +142,9 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
         func(*host[0], **host[1])
         _count(func, name, args, kwargs, target)
         return target
-    on_host = source if not from_device else target
-    blocking = not asks_not_to_block(name, args, kwargs)
-    # for a result on the host that need not be there at once, torch takes pinned memory
-    free = not blocking and (on_host is None or address(on_host) in pinned)
-    if not free:
-        tally("copy to the host" if from_device else "copy to the device")
-        result = func(*host[0], **host[1])
-        return target if target is not None else (_placed(result) if to_device else result)
-    return _copy_later(func, host, source, target, to_device=to_device)
-
-
-def _copy_later(func: Any, host: Any, source: Tensor, target: Tensor | None, *, to_device: bool) -> Any:
-    stream = active[-1] if active else CURRENT
-    if isinstance(source, SimulatedTensor) and source.made > stream.seen:
-        raise RuntimeError("a stream copies what the current stream has not been waited for")
-    if target is None:
-        held = torch.empty_like(_held(source), dtype=host[1].get("dtype") or source.dtype)
-        target = _placed(held) if to_device else held
-        pinned.add(address(held))
-        KEPT.append(held)
-    memory = _held(target)
-    kept = _held(source)
-    # float("nan") where it has not arrived
-    if memory.is_floating_point():
-        memory.fill_(math.nan)
-    event = Event(stream, 0)
-
-    def arrive() -> None:
-        memory.copy_(kept)
-
-    stream.pending.append(arrive)
-    if stream is CURRENT:
-        stream.finish()
-    elif isinstance(target, SimulatedTensor):
-        target.arrives = (stream, event)
-    return target
+    tally("copy to the host" if from_device else "copy to the device")
+    result = func(*host[0], **host[1])
+    return target if target is not None else (_placed(result) if to_device else result)
 
 
 def _refuse_mixed(name: str, leaves: Sequence[Tensor], args: Any) -> None:
@@ -206,12 +159,6 @@ def _refuse_mixed(name: str, leaves: Sequence[Tensor], args: Any) -> None:
     if large:
         shapes = [(tuple(x.shape), isinstance(x, SimulatedTensor)) for x in leaves]
         raise RuntimeError(f"{name}: tensors of two devices: {shapes}")
-
-
-def _refuse_early(name: str, here: Sequence["SimulatedTensor"]) -> None:
-    for tensor in here:
-        if tensor.arrives is not None and tensor.arrives[0].pending:
-            raise RuntimeError(f"{name}: a copy is used before it has arrived")
 
 
 def _count(  # noqa: C901 - one look at each argument of an operation
@@ -272,7 +219,3 @@ def _placed(value: Any) -> Any:
     if isinstance(value, Tensor) and not isinstance(value, SimulatedTensor):
         return SimulatedTensor(value)
     return value
-
-
-KEPT: list[Tensor] = []
-"""Pinned memory of a test: an address is not used again."""

@@ -108,9 +108,10 @@ def test_a_block_never_mixes_devices_and_finds_the_integers_of_the_cpu(
             assert float((counted.result.file(0)[name] == tensor).float().mean()) > 0.98
 
 
-def test_statistics_wait_for_nothing_but_the_check_at_their_end(counted: Counted) -> None:
+def test_statistics_wait_for_hidden_states_and_the_check_at_their_end(counted: Counted) -> None:
     for found, most in zip(counted.phases["statistics"], (260, 430), strict=True):
-        assert not waits(found, "refuse_not_finite")
+        # segments of both streams are sent, and the original's come back
+        assert not waits(found, "refuse_not_finite", "run_block", "_run_through")
         assert found.count / BATCHES < most
 
 

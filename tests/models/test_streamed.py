@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
+from tests.device.simulated import simulated
 from tests.models.examples import every_example, make_ids, make_model, save
 
 BLOCKS = 3
@@ -85,6 +86,24 @@ def test_hidden_states_are_the_librarys(name: str, tmp_path: Path) -> None:
     with source.stem():
         logits = source.family.head(source.model, torch.cat(batches))
     torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("place", ["device", "memory", "disk"])
+def test_outputs_wait_where_the_inputs_did(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make_model("opt", torch.float32), make_ids(3)
+    expected, folder = library_states(model, ids)[1], tmp_path / "hidden" if place == "disk" else None
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    with simulated(monkeypatch) as device:
+        on_device = place == "device"
+        source = StreamedModel.open(pretrained, device, torch.float32, folder, hidden_on_device=on_device)
+        batches = source.embed(ids, 2)
+        with source.block(0) as block:
+            source.advance(block, batches)
+        found = [batches[i] for i in range(2)]
+        assert all(batch.device == (device if on_device else torch.device("cpu")) for batch in found)
+        torch.testing.assert_close(torch.cat([batch.cpu() for batch in found]), expected, **CLOSE)
 
 
 def test_running_a_block_leaves_its_input(tmp_path: Path) -> None:
