@@ -77,25 +77,19 @@ def _refuse_other_grids(given: Arguments, chosen: CompareSettings) -> None:
 
     A configuration may, where cells have formats: they lay them over it.
     """
-    if not chosen.formats:
-        for key, none in (("format", UNIFORM), ("target", "null")):
-            if (value := given.setting(f"quantization.{key}", none)) != none:
-                raise UserError(
-                    f"quantization.{key} is {value}, which goes before the bits of the cells: name the "
-                    f"formats to compare, such as --{SECTION}.formats '[Q4_K_M]' (auto with a target)"
-                )
-        return
-    auto, words = AUTO in chosen.formats, {option.key: option.value for option in given.options}
-    ignored = [f"{SECTION}.bits", "quantization.format", *([] if auto else ["quantization.target"])]
-    for key in ignored:
-        if (word := words.get(key)) not in (None, "null", UNIFORM):
-            needs = f" (a target needs {AUTO} among them)" if key.endswith("target") else ""
-            raise UserError(
-                f"{key} is {word}, but {SECTION}.formats says what the grids of all cells are{needs}: leave "
-                "one of them out"
-            )
-    if auto and given.setting("quantization.target", "null") == "null":
-        check_format(QuantizationSettings(format=AUTO))  # which needs a target
+    words = {o.key: o.value for o in (given.options if chosen.formats else given.given())}
+    if (name := words.get("quantization.format") or UNIFORM) != UNIFORM:
+        raise UserError(
+            f"quantization.format is {name}, which goes before the bits of the cells: name the formats to "
+            f"compare, such as --{SECTION}.formats '[{name}]'"
+        )
+    target = words.get("quantization.target") or "null"
+    if target != "null" and AUTO not in chosen.formats:
+        raise UserError(f"quantization.target is {target}, which needs {AUTO} among --{SECTION}.formats")
+    if chosen.formats and words.get(f"{SECTION}.bits"):
+        raise UserError(
+            f"{SECTION}.formats says what the grids of all cells are, and {SECTION}.bits too: leave one out"
+        )
 
 
 def _mistakes(shared: Arguments, chosen: CompareSettings, config: PreTrainedConfig) -> list[str]:

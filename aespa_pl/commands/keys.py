@@ -25,6 +25,7 @@ CELL_KEYS = {
     "ckpt_path": "each cell finds its own run",
     "quantization.method": "use --compare.methods",
     "quantization.bits": "use --compare.bits",
+    "quantization.format": "use --compare.formats",
     "data.calibration.seed": "use --compare.seeds",
 }
 """Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
@@ -68,7 +69,6 @@ ONLY = {  # further keys of each command
     "test": {"tasks": "list of zero-shot tasks; also task_limit, task_examples ..."},
     "plan": {"plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"},
     "compare": {
-        "quantization.format": "stays uniform; compare.formats names others",
         "output.name": "name (default: compare), cells: output.folder/NAME/METHOD_wBITS_sSEED",
         "compare.methods": "list of values of quantization.method; by default all",
         "compare.bits": "list of values of quantization.bits; by default [2, 3, 4]",
