@@ -227,13 +227,9 @@ def costs_table(runs: Sequence[StoredRun]) -> TextTable:
 
 
 def costs_of(run: StoredRun) -> dict[str, str]:
-    """Return size, time by phase and memory; each run has all phases, so that their sum comes after them."""
+    """Return time by phase and memory; each run has all phases, so that their sum comes after them."""
     blocks, tuned = run.journal.blocks.values(), run.journal.tuned
     costs = {"blocks finished": str(len(blocks))}
-    if weights := run.shape.get("weights"):
-        costs["quantized weights of these blocks"] = f"{weights:,.0f}"
-    if bits := run.shape.get("bits_per_weight"):
-        costs["bits per quantized weight, with scales"] = f"{bits:.3f}"
     phases = dict.fromkeys(PHASES, 0.0)
     for taken in (*(record.seconds for record in blocks), tuned.seconds if tuned else {}):
         for phase, seconds in taken.items():

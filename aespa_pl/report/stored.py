@@ -8,15 +8,10 @@ from typing import Any
 
 import yaml
 
-from aespa_pl.errors import UserError
-from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.evaluation.table import known, measured
-from aespa_pl.models.headers import read_header
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION, ShownDescription, StoredMixture
-from aespa_pl.run.stored_settings import stored_settings
-from aespa_pl.settings import QuantizationSettings
 
 
 @dataclass(frozen=True)
@@ -29,8 +24,6 @@ class StoredRun:
     metrics: Mapping[str, Any]
     """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
-    shape: Mapping[str, float]
-    """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
     mixture: StoredMixture | None
     """What was chosen for ``quantization.target``; None where there is none."""
     notes: tuple[str, ...]
@@ -78,7 +71,7 @@ def read_run(folder: Path) -> StoredRun:
             "This run has no metrics.json: it is still going, or it was stopped. "
             f"Blocks that are finished: {len(run.blocks)}. Continue it with: {how_to_continue(folder)}"
         )
-    settings, quantization = _settings(folder, run.fingerprint, notes)
+    settings = _settings(folder, notes)
     metrics, of_metrics = measured(folder)
     description = known(ShownDescription, folder / "model" / DESCRIPTION, notes, "no versions are shown")
     return StoredRun(
@@ -86,25 +79,19 @@ def read_run(folder: Path) -> StoredRun:
         settings,
         metrics,
         versions={} if description is None else description.versions,
-        shape=_shape(run, quantization, notes),
         mixture=known(StoredMixture, folder / "mixture.json", notes, "its map and curve are not shown"),
         notes=(*notes, *of_metrics),
     )
 
 
-def _settings(
-    folder: Path, fingerprint: Mapping[str, Any], notes: list[str]
-) -> tuple[dict[str, Any], QuantizationSettings | None]:
-    """Return all settings as they are shown, keys joined by dots, and those that bits are counted by."""
-    shown: dict[str, Any] = {}
+def _settings(folder: Path, notes: list[str]) -> dict[str, Any]:
+    """Return all settings as they are shown, keys joined by dots."""
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        shown = flat(content) if isinstance(content, dict) else {}
-        return shown, stored_settings(folder, fingerprint).quantization
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, UserError) as error:
-        lost = "bits per weight" if shown else "settings"
-        notes.append(f"config.yaml cannot be read ({type(error).__name__}), so no {lost} are shown.")
-        return shown, None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"config.yaml cannot be read ({type(error).__name__}), so no settings are shown.")
+        return {}
+    return flat(content) if isinstance(content, dict) else {}
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -116,24 +103,3 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             settings[f"{prefix}{key}"] = value
     return settings
-
-
-def _shape(run: Run, quantization: QuantizationSettings | None, notes: list[str]) -> dict[str, float]:
-    """Return how many weights the finished blocks have, and how many bits each takes, from file headers."""
-    shapes: dict[str, Sequence[int]] = {}
-    for index in run.blocks:
-        path = run.block_file(index)
-        try:
-            shapes |= {f"{index}.{name}": tensor.shape for name, tensor in read_header(path).items()}
-        except UserError as error:
-            notes.append(
-                f"blocks/{path.name} cannot be read ({error.__cause__}): its weights are not counted. "
-                "aespa-pl fit with --ckpt_path makes the block again."
-            )
-    if not shapes:
-        return {}
-    weights = projection_weights(shapes)
-    if quantization is None:
-        return {"weights": weights}
-    bits = bits_per_weight(shapes, quantization.bits_for, symmetric=quantization.symmetric)
-    return {"weights": weights, "bits_per_weight": bits}

@@ -5,16 +5,13 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
 import yaml
-from safetensors.torch import save_file
 
 from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.run.schema import FORMAT
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "forward", "writing")
-WIDTH = 16
 
 
 def simulate(
@@ -52,11 +49,8 @@ def simulate(
     (folder / "journal.json").write_text(json.dumps(journal))
     settings = {"quantization": {"method": "aespa", "bits": bits}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"pretrained": "simulated"}, **settings}))
-    (folder / "blocks").mkdir()
     (folder / "model").mkdir()
     (folder / "model" / "quantization.json").write_text(json.dumps({"versions": {"aespa_pl": "simulated"}}))
-    for block in range(blocks):
-        save_file(_tensors(block, bits), folder / "blocks" / f"block_{block:03}.safetensors")
     if finished:
         (folder / "metrics.json").write_text(json.dumps(_metrics(extras=extras)))
     return folder
@@ -83,20 +77,6 @@ def _record(
         }  # fmt: skip
         record["peak_bytes"] = {"host": int(2**31 + 1e6 * block), "device": (2**32)}
     return record
-
-
-def _tensors(block: int, bits: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(block)
-    tensors = {}
-    for name in PROJECTIONS:
-        tensors[f"{name}.integers"] = torch.zeros(WIDTH, WIDTH, dtype=torch.uint8)
-        scale = 0.05 * torch.exp(0.3 * torch.randn(WIDTH, 1, generator=generator))
-        tensors[f"{name}.scale"] = scale.half()
-        points = torch.randint(1, 2**bits, (WIDTH, 1), generator=generator)
-        tensors[f"{name}.zero_point"] = points.to(torch.uint8)
-    for name in ("attention_input", "attention_output", "mlp_input"):
-        tensors[f"{name}.zeta"] = torch.exp(0.2 * torch.randn(WIDTH, generator=generator))
-    return tensors
 
 
 def _metrics(*, extras: bool) -> dict[str, object]:

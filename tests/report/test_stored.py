@@ -13,8 +13,7 @@ from aespa_pl.report.stored import StoredRun, read_run, read_runs
 pytest.importorskip("matplotlib", reason="pip install '.[report]'")
 
 from aespa_pl.report import page
-from tests.edited import edited
-from tests.report.simulated import PROJECTIONS, WIDTH, simulate
+from tests.report.simulated import PROJECTIONS, simulate
 
 
 def test_losses_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:
@@ -25,22 +24,6 @@ def test_losses_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:
     assert list(dict.fromkeys(name for _, name in run.losses)) == list(PROJECTIONS)
     assert run.settings["quantization.bits"] == 3
     assert run.notes == ()
-
-
-def test_bits_per_weight_count_scales_and_zero_points(tmp_path: Path) -> None:
-    run = read_run(simulate(tmp_path / "a/version_0", 2, bits=3))
-    # each row of WIDTH weights of 3 bits has a scale of 16 bits and a zero point of 3
-    assert run.shape["bits_per_weight"] == pytest.approx((3 * WIDTH + 16 + 3) / WIDTH)
-    assert run.shape["weights"] == 2 * len(PROJECTIONS) * WIDTH**2
-
-
-def test_bits_per_weight_count_projections_with_bits_of_their_own(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "a/version_0", 2, bits=3)
-    with edited(folder / "config.yaml") as settings:
-        settings["quantization"]["bits_of"] = {"0": 5, "1.v_proj": 8}
-    each = [5] * len(PROJECTIONS) + [8] + [3] * (len(PROJECTIONS) - 1)
-    mean = sum(bits * WIDTH + 16 + bits for bits in each) / (len(each) * WIDTH)
-    assert read_run(folder).shape["bits_per_weight"] == pytest.approx(mean)
 
 
 def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
@@ -56,7 +39,6 @@ def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("blocks/block_000.safetensors", "blocks/block_000.safetensors cannot be read"),
         ("metrics.json", "metrics.json is damaged"),
         ("config.yaml", "config.yaml cannot be read"),
         ("model/quantization.json", "quantization.json is damaged"),
