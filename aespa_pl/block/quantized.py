@@ -5,7 +5,6 @@ something of it by something better: ``correct`` the weights that are aimed at, 
 ``update`` and ``learn`` and ``polish`` the integers.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -27,8 +26,6 @@ from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projec
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.types import Damping
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,6 @@ class QuantizedBlock:
             quantized = QuantizedProjection(p, weight, hessian, G, grid, ones, torch.empty(0))
             if name in statistics.reached:
                 quantized.measured |= asdict(statistics.reached[name])
-            _warn_of_overflow(index, p.name, weight, grid.bits)
             quantized.restart(grid.in_half(quantized.row_factor))
             projections[p.name] = quantized
             release_memory()  # small integers would else break up what larger tensors leave
@@ -239,16 +235,6 @@ class QuantizedBlock:
         for name, grid in grids.items():
             p = self.projections[name]
             p.restart(grid.in_half(p.row_factor))
-
-
-def _warn_of_overflow(block: int, name: str, weight: Tensor, bits: int) -> None:
-    """Say where weights are so large that float16, in which files hold scales, has no scale for them."""
-    largest, scale = float(weight.abs().max()), torch.finfo(torch.float16).max
-    if largest > scale * 2 ** (bits - 1):
-        log.warning(
-            "block %d, %s: weights up to %.3g are clipped, because scales are stored in float16, up to %.0f: "
-            "is the file of this matrix damaged?", block, name, largest, scale,
-        )  # fmt: skip
 
 
 def grid_format(settings: QuantizationSettings, block: int, projection: str) -> GridFormat:

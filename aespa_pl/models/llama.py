@@ -61,11 +61,6 @@ class LlamaFamily(Family):
                 f"every block of a {config.model_type}, got {', '.join(sorted(set(stated)))}: "
                 "correct layer_types or model_type"
             )
-        if SLIDING in used and config.sliding_window is None:
-            raise UserError(
-                "model.pretrained: layer_types in config.json has sliding_attention, but there is "
-                "no sliding_window: set use_sliding_window to true and sliding_window to its size"
-            )
 
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""

@@ -55,14 +55,7 @@ class PretrainedFolder:
         stored = dict[str, StoredTensor]()
         for shard in shards(folder):
             path = converted(shard, cache or cache_folder()) if shard.suffix == ".bin" else shard
-            header = read_header(path)
-            if twice := sorted(stored.keys() & header.keys()):
-                where = f"{stored[twice[0]].file.name} and in {path.name} of {folder}"
-                raise UserError(
-                    f"model.pretrained: tensor {twice[0]} is in {where}, and which one counts is unknown: "
-                    "copy the weights from the model's origin"
-                )
-            stored |= header
+            stored |= read_header(path)  # of a tensor in two files the last counts, as in transformers
         model = skeleton(config)
         located = locate(model, stored, folder)
         used, tensors = {tensor.name for tensor in located.values()}, _shared(model, located)

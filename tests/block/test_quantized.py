@@ -189,11 +189,9 @@ def test_dead_diagonal_is_revived_before_damping() -> None:
         torch.testing.assert_close(found, damped(expected, 0.05))
 
 
-def test_weights_beyond_what_scales_in_float16_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_scales_of_weights_beyond_what_float16_reaches_are_finite() -> None:
     block, layout = example("opt")
     with torch.no_grad():
         linear(block, "self_attn.q_proj").weight[0, 0] = 1e8
     quantized = begin(block, layout, make_statistics(block, layout))
-    assert [m for m in caplog.messages if "block 0, q_proj: weights up to 1e+08" in m]
-    assert len(caplog.messages) == 1
     assert quantized.projections["q_proj"].folded_grid.scale.isfinite().all()

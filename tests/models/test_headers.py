@@ -78,7 +78,6 @@ def test_config_that_the_library_refuses(folder: Path) -> None:
         ("opt", {"num_attention_heads": 0}, "num_attention_heads in config.json is 0: expected 1"),
         ("opt", {"num_attention_heads": -4}, "num_attention_heads in config.json is -4"),
         ("opt", {"num_hidden_layers": 0}, "num_hidden_layers in config.json is 0"),
-        ("opt", {"num_hidden_layers": 10**9}, "num_hidden_layers .* expected 1000 or less"),
         ("opt", {"num_hidden_layers": "3"}, "config.json cannot be read .*num_hidden_layers"),
         ("opt", {"vocab_size": -3}, "vocab_size in config.json is -3"),
         ("opt", {"vocab_size": 10**18}, "can't run the model"),
@@ -94,6 +93,7 @@ def test_config_that_the_library_refuses(folder: Path) -> None:
         ("llama", {"hidden_act": "nope"}, "can't run the model .*'nope'"),
         ("llama", {"rope_parameters": {"rope_type": "nope"}}, "can't run the model .*'nope'"),
         ("llama", {"rope_parameters": [1]}, "config.json cannot be read"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "can't run the model .*sliding_window"),
         ("qwen3", {"layer_types": ["full_attention"]}, "config.json cannot be read"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
@@ -108,10 +108,6 @@ def test_window_changes_the_logits() -> None:
         (
             lambda: config(Qwen3Config, LLAMA, {"layer_types": ["chunked_attention"] * 3}),
             "layer_types chunked_attention in config.json is not supported: expected full_",
-        ),
-        (
-            lambda: config(Qwen2Config, LLAMA, {"layer_types": ["sliding_attention"] * 3}),
-            "layer_types in config.json has sliding_attention, but there is no sliding_window",
         ),
         (
             lambda: config(

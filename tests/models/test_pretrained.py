@@ -228,15 +228,6 @@ def test_tensors_without_a_place_are_said(tmp_path: Path) -> None:
     )
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    save(make_model("opt"), tmp_path, SHARD)
-    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
-    twice = load_file(first)
-    save_file({**load_file(second), **twice}, second, {"format": "pt"})
-    with pytest.raises(UserError, match=rf"is in {first.name} and in {second.name} of"):
-        PretrainedFolder.open(tmp_path)
-
-
 def test_matrices_of_experts_are_contiguous_however_they_are_stored(tmp_path: Path) -> None:
     """Products with other strides round in another way, and a continued run would end with other bits."""
     folder = save(make_model("gpt-oss", torch.float32), tmp_path)
