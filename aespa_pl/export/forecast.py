@@ -1,8 +1,10 @@
 """Say before a run what its integers will become in the files that engines load."""
 
+import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
@@ -47,17 +49,14 @@ def forecast(
 
 
 def _in_gguf(settings: QuantizationSettings, shape: Shape, mixture: str | None) -> str:
-    types = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
     size = 64 if settings.bits == 2 else 32  # columns of the blocks of Q2_0 and of Q4_0
-    other = _types(settings, shape, size, symmetric=True)
-    better = other and (types is None or _mean(other) < _mean(types))
-    advice = f" (symmetric groups of {size} would be {_words(other)})" if other and better else ""
-    if types is not None and settings.bits == 2 and not settings.symmetric:
-        # most searched grids have no other zero points
-        fewer = _types(settings, shape, settings.group_size, symmetric=True)
-        if fewer is not None and _mean(fewer) < _mean(types):
-            advice = f" (down to {_words(fewer)}, where the zero points of a matrix are 1 and 2)"
-    if types is None:
+    symmetric = replace(settings, symmetric=True)
+    grids = (settings, symmetric, replace(symmetric, group_size=size))
+    types, same, other = (_types(grid, shape) for grid in grids)
+    advice = f" (symmetric groups of {size} would be {_words(other)})" if _mean(other) < _mean(types) else ""
+    if settings.bits == 2 and _mean(same) < _mean(types):  # most searched grids have no other zero points
+        advice = f" (down to {_words(same)}, where the zero points of a matrix are 1 and 2)"
+    if not types:
         return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"
     told = f", or llama.cpp's own types by --quantization.format {mixture}" if mixture else ""
     return f"{_words(types)} bits a weight in GGUF{advice}{told}"
@@ -113,27 +112,26 @@ def _matrices(settings: QuantizationSettings, shape: Shape) -> Iterator[tuple[in
             yield settings.bits_for(block, name), matrix.columns, matrix.size
 
 
-def _types(
-    settings: QuantizationSettings, shape: Shape, group_size: int | None, *, symmetric: bool
-) -> Mapping[BlockType, int] | None:
-    """Return how many weights have each type; None where a matrix has none. All experts are one tensor."""
-    weights = Counter[BlockType]()
-    tensors: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
+def _types(settings: QuantizationSettings, shape: Shape) -> Mapping[BlockType, int]:
+    """Return how many weights have each type, of none if a matrix has none. All experts are one tensor."""
+    tensors = defaultdict[tuple[int, str], list[tuple[int, int, int]]](list)
     for block, matrices in enumerate(shape.of_blocks):
         for name, matrix in matrices.items():
-            tensor = tensors.setdefault((block, EXPERT.sub("experts_", name)), [])
-            tensor.append((settings.bits_for(block, name), matrix.columns, matrix.size))
+            numbers = settings.bits_for(block, name), matrix.columns, matrix.size
+            tensors[block, EXPERT.sub("experts_", name)].append(numbers)
+    weights = Counter[BlockType]()
     for tensor in tensors.values():
-        zeros = {zero for bits, *_ in tensor for zero in zero_points(bits, symmetric=symmetric)}
-        kind = smallest_type(max(bits for bits, *_ in tensor), tensor[0][1], group_size, zeros)
+        zeros = {zero for bits, *_ in tensor for zero in zero_points(bits, symmetric=settings.symmetric)}
+        kind = smallest_type(max(bits for bits, *_ in tensor), tensor[0][1], settings.group_size, zeros)
         if kind is None:
-            return None
+            return {}
         weights[kind] += sum(size for *_, size in tensor)
     return weights
 
 
 def _mean(types: Mapping[BlockType, int]) -> float:
-    return sum(kind.bits * size for kind, size in types.items()) / sum(types.values())
+    total = sum(types.values())
+    return sum(kind.bits * size for kind, size in types.items()) / total if total else math.inf
 
 
 def _words(types: Mapping[BlockType, int]) -> str:
