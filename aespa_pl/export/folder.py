@@ -48,7 +48,7 @@ class FolderFormat(Format):
         return None
 
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
-        """Write a shard for what lies outside the blocks and one a block."""
+        """Write a file of what lies outside the blocks, and one a block."""
         writer = ModelWriter(folder, model.block_count)
         writer.write_stem({name: model.pretrained.tensor(name) for name in model.pretrained.stem_names()})
         for index in range(model.block_count):
@@ -73,11 +73,11 @@ class FolderFormat(Format):
         write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})
 
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
-        """Read the shards as a user of the format would."""
+        """Read the files as a user of the format would."""
         writer = ModelWriter(folder, model.block_count)
-        yield from self._read_part(model, writer.stem_files, model.pretrained.stem_names())
+        yield from self._read_part(model, writer.stem_file, model.pretrained.stem_names())
         for index in range(model.block_count):
-            yield from self._read_part(model, writer.block_files(index), model.pretrained.block_names(index))
+            yield from self._read_part(model, writer.block_file(index), model.pretrained.block_names(index))
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value itself; of an embedding in a block type what the original's type holds."""
@@ -90,14 +90,14 @@ class FolderFormat(Format):
         return f"the values of {typed} are stored in the original's type" if typed else None
 
     def _read_part(
-        self, model: QuantizedModel, files: Sequence[Path], names: Sequence[str]
+        self, model: QuantizedModel, file: Path, names: Sequence[str]
     ) -> Iterator[tuple[str, Tensor, int]]:
         places: dict[str, list[tuple[str, Part | None]]] = {}
         for name in names:
             place, part = model.family.places(name)[0]
             places.setdefault(place, []).append((name, part))
         packed: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in _tensors(files):
+        for key, tensor in _tensors(file):
             place, suffix = key, "weight"
             if key not in places:
                 layer, _, suffix = key.rpartition(".")
@@ -231,11 +231,10 @@ class Gptq(PackedFormat):
         return settings
 
 
-def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    for path in files:
-        with opened(path) as file:
-            for key in file.keys():  # noqa: SIM118 - no Mapping
-                yield key, file.get_tensor(key)
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with opened(path) as file:
+        for key in file.keys():  # noqa: SIM118 - no Mapping
+            yield key, file.get_tensor(key)
 
 
 def packed_words(values: Tensor, bits: int) -> Tensor:

@@ -140,17 +140,16 @@ class PretrainedFolder:
         prefix = self.family.block_prefix(index)
         return tuple(name for name in self.tensors if name.startswith(prefix))
 
-    def with_block(self, index: int, files: Sequence[Path]) -> "PretrainedFolder":
-        """Return the folder with the tensors of a block in other files."""
-        stored = _headers(files)
+    def with_block(self, index: int, file: Path) -> "PretrainedFolder":
+        """Return the folder with the tensors of a block in another file."""
+        stored = read_header(file)
         places = {name: self.family.places(name)[0] for name in self.block_names(index)}
         moved = {name: stored[place].taken(part) for name, (place, part) in places.items()}
         return replace(self, tensors={**self.tensors, **moved})
 
-    def with_stem(self, files: Sequence[Path]) -> "PretrainedFolder":
-        """Return the folder with what lies outside the blocks in other files."""
-        names = {self.tensors[name]: name for name in self.stem_names()}
-        stored = _headers(files)
+    def with_stem(self, file: Path) -> "PretrainedFolder":
+        """Return the folder with what lies outside the blocks in another file."""
+        names, stored = {self.tensors[name]: name for name in self.stem_names()}, read_header(file)
         moved = {name: stored[names[old]] for name, old in self.tensors.items() if old in names}
         return replace(self, tensors={**self.tensors, **moved})
 
@@ -247,10 +246,6 @@ def _shared(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[st
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     with opened(one.file) as file, opened(other.file) as second:
         return torch.equal(one.read(file), other.read(second))
-
-
-def _headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    return {name: stored for file in files for name, stored in read_header(file).items()}
 
 
 def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:

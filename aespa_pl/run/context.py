@@ -77,8 +77,8 @@ class Context:
         if not {"embedding", "head"} & self.settings.types.keys():
             return self.source
         pretrained = self.source.pretrained
-        files = ModelWriter(self.run.model_folder, self.source.block_count).stem_files
-        return replace(self.source, pretrained=pretrained.with_stem(files))
+        file = ModelWriter(self.run.model_folder, self.source.block_count).stem_file
+        return replace(self.source, pretrained=pretrained.with_stem(file))
 
     def types(self, block: int) -> dict[str, str | None]:
         """Return the block types of a block's projections; None where the grid is uniform."""

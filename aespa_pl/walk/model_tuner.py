@@ -199,7 +199,7 @@ class ModelTuner:
         """Load a quantized block, whose file holds what is ``stored``, into a model, in float32."""
         source, device, layout = self.context.source, self.context.device, self.context.layout(index)
         unread = {f"{p.module}.weight" for p in layout.projections}  # the integers say all of these
-        pretrained = source.pretrained.with_block(index, self.writer.block_files(index))
+        pretrained = source.pretrained.with_block(index, self.writer.block_file(index))
         return TunableBlock(
             pretrained.load_block(model, index, device, torch.float32, unread=unread),
             layout,
@@ -224,10 +224,10 @@ class ModelTuner:
         return {name: p.to(DTYPES[tensors[name].dtype]) for name, p in found.items()}
 
     def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
-        """Replace the files of a block by new ones, all at once."""
+        """Replace both files of a block by new ones, all at once."""
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
-        family, file, shards = source.family, run.block_file(index), self.writer.block_files(index)
-        tensors, complete = load_file(file), source.pretrained.with_block(index, shards)
+        family, file, model_file = source.family, run.block_file(index), self.writer.block_file(index)
+        tensors, complete = load_file(file), source.pretrained.with_block(index, model_file)
         shard = {name: complete.tensor(name) for name in complete.block_names(index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)
@@ -244,7 +244,7 @@ class ModelTuner:
         write_tensors(run.staged(file), tensors, metadata)
         staged = replace(self.writer, folder=run.staged(self.writer.folder))
         staged.write_block(index, family.as_stored(shard))
-        run.replace_block(index, (file, *shards))
+        run.replace_block(index, (file, model_file))
 
 
 def _key(index: int, name: str) -> str:

@@ -107,7 +107,7 @@ class Walk:
         """Run both streams, or the original one only, through a block that is complete."""
         source, measure = self.context.source, self.context.measure
         if quantized:
-            complete = source.pretrained.with_block(index, self.writer.block_files(index))
+            complete = source.pretrained.with_block(index, self.writer.block_file(index))
             with source.block(index, complete) as module, measure("forward"):
                 source.advance(module, streams.quantized)
         if streams.original:
@@ -130,7 +130,7 @@ class Walk:
                     self.writer.write_block(index, context.source.family.as_stored(shard))
             seconds = seconds_of_block()
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
-            files = (run.block_file(index), *self.writer.block_files(index))
+            files = (run.block_file(index), self.writer.block_file(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
             if context.world.is_first:
                 couplings.forget(context, index)

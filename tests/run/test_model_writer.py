@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -29,7 +28,7 @@ def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lamb
     for index in range(count):
         names = pretrained.block_names(index)
         writer.write_block(index, family.as_stored({n: change(pretrained.tensor(n)) for n in names}))
-        assert all(file.is_file() for file in writer.block_files(index))
+        assert writer.block_file(index).is_file()
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
     writer.finish(source)
     return pretrained
@@ -58,28 +57,6 @@ def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "opt"])
-def test_parts_above_the_limit_are_divided(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = 8_000
-    monkeypatch.setattr("aespa_pl.run.model_writer.LARGEST", limit)
-    model = make_model(name, torch.float32)
-    export(save(model, tmp_path / "source"), tmp_path / "export")
-    shards = sorted((tmp_path / "export").glob("*.safetensors"))
-    assert len(shards) > 3 + 1  # blocks, and the rest
-    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
-    found: dict[str, str] = {}
-    for path in shards:
-        tensors = load_file(path)
-        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
-        found |= dict.fromkeys(tensors, path.name)
-    assert index["weight_map"] == found
-    state, loaded = model.state_dict(), load(tmp_path / "export").state_dict()
-    assert state.keys() == loaded.keys()
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_changed_weights_are_the_ones_loaded_in_their_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model("llama", dtype)
@@ -95,8 +72,7 @@ def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
     pretrained = export(save(make_model("opt"), tmp_path / "source"), tmp_path / "export")
     writer = ModelWriter(tmp_path / "export", 3)
     for index in range(3):
-        (path,) = writer.block_files(index)
-        with safe_open(path, framework="pt") as file:
+        with safe_open(writer.block_file(index), framework="pt") as file:
             assert set(file.keys()) == set(pretrained.block_names(index))
             assert file.metadata() == {"format": "pt"}
 
