@@ -239,9 +239,7 @@ class ModelTuner:
         for path in {p.module: None for p in layout.projections}:
             name = f"{family.block_prefix(index)}{path}.weight"
             shard[name] = merged(weights, layout, path).to(shard[name].dtype)
-        done = run.blocks[index]
-        metadata = record.metadata(done.losses, done.tuning, self.context.types(index))
-        write_tensors(run.staged(file), tensors, metadata)
+        write_tensors(run.staged(file), tensors, {})
         staged = replace(self.writer, folder=run.staged(self.writer.folder))
         staged.write_block(index, family.as_stored(shard))
         run.replace_block(index, (file, model_file))

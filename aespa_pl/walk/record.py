@@ -1,6 +1,5 @@
 """Collect all records of a quantized block: tensors, measurements, curves and words."""
 
-import json
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -91,13 +90,6 @@ def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str |
         return TypedWeight.read(tensors, name, TYPES[kind])
     scale, zero_point = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"]
     return QuantizedWeight(tensors[f"{name}.integers"], scale, zero_point, bits)
-
-
-def metadata(losses: Losses, tuned: TuningRecord | None, types: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the metadata of a block's file: its losses, tuning, and block types by projection."""
-    tuning = None if tuned is None else tuned.model_dump()
-    known = {"losses": losses, "tuning": tuning} | ({"types": types} if any(types.values()) else {})
-    return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 
 def tuning(found: Tuned) -> TuningRecord:

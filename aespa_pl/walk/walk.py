@@ -125,8 +125,7 @@ class Walk:
                 shard = self._store(index, module, found.weights)
                 if context.world.is_first:
                     tensors = found.zetas | record.weight_tensors(found.weights)
-                    metadata = record.metadata(losses, tuning, context.types(index))
-                    write_tensors(run.block_file(index), tensors, metadata)
+                    write_tensors(run.block_file(index), tensors, {})
                     self.writer.write_block(index, context.source.family.as_stored(shard))
             seconds = seconds_of_block()
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
