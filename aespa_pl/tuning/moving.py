@@ -168,7 +168,7 @@ def latents(block: nn.Module) -> dict[str, ParametrizationList]:
         for path, made in block.named_modules()
         if isinstance(made, ParametrizationList)
         and isinstance(made[0], WeightParametrization)
-        and made[0].learns_latent
+        and made.original.requires_grad
     }
 
 

@@ -176,8 +176,6 @@ class Clipped(WeightParametrization):
     on. Integers and grids that earlier steps have found play no part.
     """
 
-    learns_latent = False
-
     def __init__(
         self, start: QuantizedWeight, target: Tensor, *, symmetric: bool, transform: nn.Module | None = None
     ) -> None:

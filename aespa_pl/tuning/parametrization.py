@@ -15,7 +15,7 @@ Post-Training Quantization" (arXiv 2004.10568): h(B) and its penalty.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,6 @@ class WeightParametrization(nn.Module, ABC):
     ``parametrizations.weight.original``, and hands this to ``forward`` whenever the weight is read.
     """
 
-    learns_latent: ClassVar[bool]
-    """Whether the latent values are trained; otherwise they stay."""
     bits: int
     """Bits of the integers."""
     sharpness: float | None = None
@@ -110,8 +108,6 @@ class OnGrid(WeightParametrization):
 class StraightThrough(OnGrid):
     """Learns integers and scales: rounds the latent values, with a straight-through gradient."""
 
-    learns_latent = True
-
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
         return self.dequantized(latent, self._scale(), self.zero_point)
@@ -123,12 +119,6 @@ class StraightThrough(OnGrid):
         return QuantizedWeight(integers, self._scale(), self.zero_point, self.bits)
 
 
-class FixedIntegers(StraightThrough):
-    """Learns scales alone."""
-
-    learns_latent = False
-
-
 class UpOrDown(OnGrid):
     """Learns rounding variables B alone: ``s (clamp(lower + h(B), 0, largest) - z)``.
 
@@ -136,7 +126,6 @@ class UpOrDown(OnGrid):
     result have the decided weight.
     """
 
-    learns_latent = True
     lower: Tensor
     """The integer below each weight, int16; -1 where it lies below the range."""
 

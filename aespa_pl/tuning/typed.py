@@ -18,8 +18,6 @@ from aespa_pl.tuning.parametrization import MARGIN, WeightParametrization, strai
 class TypedStraightThrough(WeightParametrization):
     """Learns all numbers of a block type."""
 
-    learns_latent = True
-
     def __init__(self, start: TypedWeight, target: Tensor) -> None:
         """Start at a stored weight, which stands for ``target [rows, d_in]``."""
         super().__init__()
@@ -92,9 +90,3 @@ class TypedStraightThrough(WeightParametrization):
         if name == "a":  # a scale of 0 could never change again
             whole = torch.where(whole == 0, 1.0, whole)
         return straight_through(whole, value)
-
-
-class TypedFixedIntegers(TypedStraightThrough):
-    """Learns all numbers but the integers q."""
-
-    learns_latent = False

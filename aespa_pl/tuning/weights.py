@@ -15,14 +15,13 @@ from aespa_pl.models.weights import projection_rows
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning.omniquant import Clipped, transformations_of
 from aespa_pl.tuning.parametrization import (
-    FixedIntegers,
     RoundingPenalty,
     Stored,
     StraightThrough,
     UpOrDown,
     WeightParametrization,
 )
-from aespa_pl.tuning.typed import TypedFixedIntegers, TypedStraightThrough
+from aespa_pl.tuning.typed import TypedStraightThrough
 
 MakeWeight = Callable[[str, StoredWeight, Tensor], WeightParametrization]
 """Makes a layer's parametrization from its path, its quantized weight and the weight that it stands for."""
@@ -33,6 +32,8 @@ class Recipe:
     """Says what is learned of a block."""
 
     weight: MakeWeight
+    learns_latent: bool = True
+    """Whether latent values are trained; otherwise they stay."""
     learns_vectors: bool = False
     """Whether norms and biases are trained."""
     learns_steps: bool = False
@@ -45,16 +46,15 @@ class Recipe:
     """Whether latent values are rounded softly, and more and more sharply."""
 
 
-def _learned(uniform: type[StraightThrough], typed: type[TypedStraightThrough]) -> MakeWeight:
-    def make(_: str, start: StoredWeight, target: Tensor) -> WeightParametrization:
-        return typed(start, target) if isinstance(start, TypedWeight) else uniform(start, target)
+def _straight_through(_: str, start: StoredWeight, target: Tensor) -> WeightParametrization:
+    if isinstance(start, TypedWeight):
+        return TypedStraightThrough(start, target)
+    return StraightThrough(start, target)
 
-    return make
 
-
-EVERYTHING = Recipe(_learned(StraightThrough, TypedStraightThrough), learns_vectors=True, learns_steps=True)
+EVERYTHING = Recipe(_straight_through, learns_vectors=True, learns_steps=True)
 """Recipe that learns integers, scales, norms and biases."""
-SCALES = Recipe(_learned(FixedIntegers, TypedFixedIntegers), learns_vectors=True)
+SCALES = Recipe(_straight_through, learns_latent=False, learns_vectors=True)
 """Recipe that learns scales, norms and biases."""
 
 
@@ -93,7 +93,7 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
                 transform, uniform = transforms.get(f"{path}.weight"), cast(QuantizedWeight, start)
                 return Clipped(uniform, target, symmetric=settings.symmetric, transform=transform)
 
-            return Recipe(clipped, transforms=transforms)
+            return Recipe(clipped, learns_latent=False, transforms=transforms)
         case "annealed":
             return replace(EVERYTHING, anneals=True)
         case _:
@@ -119,7 +119,7 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
         target = start.weight() if targets is None else merged(targets, layout, path)
         made = recipe.weight(path, start, target)
         parametrize.register_parametrization(layer, "weight", made)
-        _latent(layer).requires_grad_(made.learns_latent)
+        _latent(layer).requires_grad_(recipe.learns_latent)
     parametrize_vectors(block, vectors, learned=recipe.learns_vectors, transforms=recipe.transforms)
 
 

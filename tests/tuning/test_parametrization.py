@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from aespa_pl.tuning import parametrization
-from aespa_pl.tuning.parametrization import FixedIntegers, Stored, StraightThrough
+from aespa_pl.tuning.parametrization import Stored, StraightThrough
 from tests.tuning.tuned import quantize
 
 ROWS, COLUMNS = 5, 12
@@ -20,14 +20,15 @@ def layer(weight: torch.Tensor) -> nn.Linear:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("bits", [2, 3, 8])
-def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(bits: int, groups: int) -> None:
+def test_training_starts_at_the_quantized_weight_bit_for_bit(bits: int, groups: int) -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, bits, groups)
     start.integers[0, 0] = (int(start.integers[0, 0]) + 2) % 2**bits  # far from the nearest
     step = start.scale.repeat_interleave(COLUMNS // groups, 1)
     zero = start.zero_point.repeat_interleave(COLUMNS // groups, 1)
     expected = step * (start.integers.float() - zero)
-    for made in (StraightThrough(start, W), FixedIntegers(start, start.weight())):
+    for target in (W, start.weight()):
+        made = StraightThrough(start, target)
         linear = layer(W.clone())
         parametrize.register_parametrization(linear, "weight", made)
         assert torch.equal(linear.weight, expected)
@@ -76,10 +77,10 @@ def test_gradients_equal_the_formula(groups: int, chunk: int, monkeypatch: pytes
     assert torch.allclose(made.log_scale.grad.double(), to_scale, atol=1e-5)
 
 
-def test_fixed_integers_have_the_gradient_of_the_scales_alone() -> None:
+def test_latent_values_that_stay_leave_the_gradient_of_the_scales() -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, bits=3)
-    made = FixedIntegers(start, start.weight())
+    made = StraightThrough(start, start.weight())
     upstream = torch.randn(ROWS, COLUMNS)
     made(made.right_inverse(W)).backward(upstream)
     weight = start.scale.double() * (start.integers.double() - start.zero_point.double())

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import GridFormat, quantize
-from aespa_pl.tuning.typed import TypedFixedIntegers, TypedStraightThrough
+from aespa_pl.tuning.typed import TypedStraightThrough
 
 ROWS, COLUMNS = 4, 256
 
@@ -79,10 +79,9 @@ def test_integers_that_move_on_disk_are_those_of_the_latent_values(name: str) ->
     assert 0.2 < float((moved.integers != start.integers).float().mean()) < 0.9
 
 
-def test_integers_stay_where_only_the_rest_is_learned() -> None:
+def test_all_that_a_type_stores_beside_the_integers_is_learned() -> None:
     _, start = stored("Q3_K")
-    made = TypedFixedIntegers(start, start.weight())
-    assert not made.learns_latent
+    made = TypedStraightThrough(start, start.weight())
     assert {name for name, _ in made.named_parameters()} == {"log_d", "a"}
 
 
