@@ -5,7 +5,7 @@ grids too: a weight ``d a q - d_min c`` has the scale ``d a`` and the zero point
 no integer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from jaxtyping import Float, Real, UInt8
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import (
+    TYPES,
     Factors,
     GridType,
     Integers,
@@ -161,6 +162,11 @@ class QuantizedWeight:
         if largest >= 2**self.bits:
             raise ValueError(f"integers or zero points up to {largest} do not have {self.bits} bits")
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by the names of their fields, in the types that they are stored in."""
+        scale, zero_point = self.scale.to(torch.float16), self.zero_point.to(torch.uint8)
+        return {"integers": self.integers, "scale": scale, "zero_point": zero_point}
+
     @property
     def group_size(self) -> int:
         """Return the number of columns that share a scale."""
@@ -187,6 +193,22 @@ class QuantizedWeight:
 
 StoredWeight = QuantizedWeight | TypedWeight
 """Weight as it is stored, on a uniform grid or by a block type."""
+
+
+def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
+    """Return the tensors of a block's file that hold its weights, which are given by projection."""
+    return {f"{name}.{part}": value for name, q in weights.items() for part, value in q.tensors().items()}
+
+
+def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str | None) -> StoredWeight:
+    """Return a projection's weight from what ``weight_tensors`` made; without a block type it is uniform.
+
+    Raises ValueError where a uniform one has numbers that the bits don't hold.
+    """
+    if kind is not None:
+        return TypedWeight.read(tensors, name, TYPES[kind])
+    integers, scale, zero_point = (tensors[f"{name}.{part}"] for part in ("integers", "scale", "zero_point"))
+    return QuantizedWeight(integers, scale, zero_point, bits)
 
 
 def scaled_steps(

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.grid_types import TENSORS, TYPES, TypedWeight
-from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
+from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight, read_weight
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import BlockLayout, Family, Projection, layouts_of
-from aespa_pl.models.headers import DTYPES, opened
+from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.hub import EMBEDDED, resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
@@ -25,11 +25,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import QuantizationSettings, Settings
 from aespa_pl.storage.cache import cache_folder
-from aespa_pl.tuning.weights import merged
-
-UNIFORM = ("integers", "scale", "zero_point")
-"""Tensors of a quantized matrix in a block file, where its grid is uniform."""
-
+from aespa_pl.tuning.weights import merged_weight
 
 StoredTensor = Tensor | StoredWeight
 """Tensor as a run stores it: quantized, or as it is."""
@@ -206,33 +202,24 @@ class QuantizedModel:
         """Return a tensor that lies outside the blocks as stored: in a block type or as it was."""
         if (kind := self.stem_type(name)) is None:
             return self.pretrained.tensor(name)
-        with opened(self.run.stem_file) as file:
-            keys = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 - no mapping
-            return TypedWeight.read({key: file.get_tensor(key) for key in keys}, name, TYPES[kind])
+        return TypedWeight.read(load_file(self.run.stem_file), name, TYPES[kind])
 
     def block(self, index: int) -> dict[str, StoredTensor]:
         """Read one block; its norms and biases have zeta folded in."""
         names = self.pretrained.block_names(index)
         others = {name: self.pretrained.tensor(name) for name in names if name not in self.matrices}
-        with opened(self.run.block_file(index)) as file:
-            return others | {name: self._matrix(file, name) for name in names if name in self.matrices}
+        tensors = load_file(self.run.block_file(index))
+        return others | {name: self._matrix(tensors, name) for name in names if name in self.matrices}
 
-    def _matrix(self, file: Any, name: str) -> StoredWeight:
-        """Read the weight of a linear layer, whose rows may belong to several projections in turn."""
-        index, projections = self.matrices[name]
-        kind, first, stored = self.type_of(name), projections[0], set(file.keys())
-        tensors = {}
-        for key in UNIFORM if kind is None else TENSORS:
-            if f"{first.name}.{key}" in stored:
-                each = {p.name: file.get_tensor(f"{p.name}.{key}") for p in projections}
-                tensors[key] = merged(each, self.layouts[index], first.module)
-        if kind is not None:
-            return TypedWeight(**tensors, kind=TYPES[kind])
+    def _matrix(self, tensors: Mapping[str, Tensor], name: str) -> StoredWeight:
+        """Return the weight of a linear layer, whose rows may belong to several projections in turn."""
+        (index, projections), bits, kind = self.matrices[name], self.bits_of(name), self.type_of(name)
         try:
-            return QuantizedWeight(**tensors, bits=self.bits_of(name))
+            parts = {p.name: read_weight(tensors, p.name, bits, kind) for p in projections}
         except ValueError as error:
             why = f"the run {self.run.folder}: {name}: {error}: quantize the model again"
             raise UserError(why) from error
+        return merged_weight(parts, self.layouts[index], projections[0].module)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the original stores a tensor in."""

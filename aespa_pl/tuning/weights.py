@@ -1,7 +1,7 @@
 """Turn quantized projections into parametrizations of a block's linear layers, as a recipe says, and back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -112,9 +112,7 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     vectors = {name: tunable.dtypes[name] for name in others}
     for path, projections in layers.items():
         layer = cast(nn.Linear, block.get_submodule(path))
-        first = starts[projections[0].name]
-        parts = {key: {p.name: getattr(starts[p.name], key) for p in projections} for key in _tensors(first)}
-        start = _with_tensors(first, {key: merged(part, layout, path) for key, part in parts.items()})
+        start = merged_weight({p.name: starts[p.name] for p in projections}, layout, path)
         targets = tunable.targets
         target = start.weight() if targets is None else merged(targets, layout, path)
         made = recipe.weight(path, start, target)
@@ -146,15 +144,13 @@ def parametrize_vectors(
 
 def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, StoredWeight]:
     """Return what the weights of a parametrized block stand for, by projection."""
-    weights = {}
+    weights: dict[str, StoredWeight] = {}
     for path, projections in _layers(layout).items():
         layer = cast(nn.Linear, block.get_submodule(path))
         made = cast(WeightParametrization, layer.get_submodule("parametrizations.weight.0"))
         whole = made.quantized(_latent(layer).detach())
-        for p in projections:
-            tensors = _tensors(whole).items()
-            rows = {key: projection_rows(tensor, layout, p).flatten(0, 1) for key, tensor in tensors}
-            weights[p.name] = _with_tensors(whole, rows)
+        order = torch.arange(len(whole.integers))
+        weights |= {p.name: whole.rows(projection_rows(order, layout, p).flatten()) for p in projections}
     return weights
 
 
@@ -178,23 +174,20 @@ def merged(parts: Mapping[str, Tensor], layout: BlockLayout, path: str) -> Tenso
     return whole
 
 
+def merged_weight(parts: Mapping[str, StoredWeight], layout: BlockLayout, path: str) -> StoredWeight:
+    """Return the weights of all projections of a linear layer, and of no others, as its one weight."""
+    first, *_ = parts.values()
+    whole = {k: merged({n: getattr(q, k) for n, q in parts.items()}, layout, path) for k in first.tensors()}
+    weight: StoredWeight = replace(first, **whole)  # type: ignore[arg-type]
+    return weight
+
+
 def _layers(layout: BlockLayout) -> dict[str, list[Projection]]:
     """Return the projections of each linear layer, by its path."""
     layers: dict[str, list[Projection]] = {}
     for projection in layout.projections:
         layers.setdefault(projection.module, []).append(projection)
     return layers
-
-
-def _tensors(weight: StoredWeight) -> dict[str, Tensor]:
-    """Return the tensors of a weight by the names of its fields; each has the rows as its first dimension."""
-    values = {f.name: getattr(weight, f.name) for f in fields(weight)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _with_tensors(weight: StoredWeight, tensors: Mapping[str, Tensor]) -> StoredWeight:
-    changed: StoredWeight = replace(weight, **tensors)  # type: ignore[arg-type]
-    return changed
 
 
 def _latent(layer: nn.Module) -> nn.Parameter:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid_types import TypedWeight
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.quantizer import StoredWeight, read_weight, weight_tensors
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.models.family import BlockLayout, InputGroup
@@ -26,7 +26,6 @@ from aespa_pl.tuning.losses import RunBlock, output_error
 from aespa_pl.tuning.training import LearningRates
 from aespa_pl.tuning.tune import Tuned, changed_fraction, tune
 from aespa_pl.tuning.weights import TunableBlock, recipe
-from aespa_pl.walk.record import read_weight, weight_tensors
 
 
 @dataclass(frozen=True)

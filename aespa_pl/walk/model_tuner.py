@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.quantizer import StoredWeight, read_weight, weight_tensors
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.run.checkpointing import read_checkpoint
@@ -40,7 +40,6 @@ from aespa_pl.tuning.weights import (
     quantized_weights,
     remove_parametrizations,
 )
-from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import stored_types, vectors
 from aespa_pl.walk.stem import stem_tensors
 
@@ -147,7 +146,7 @@ class ModelTuner:
         )
         learned = self._vectors(model)
         for index, weights in enumerate(found.weights):
-            stored = record.weight_tensors(weights)
+            stored = weight_tensors(weights)
             learned |= {_key(index, name): tensor for name, tensor in stored.items()}
         return found, learned
 
@@ -179,7 +178,7 @@ class ModelTuner:
                 count += size
                 remove_parametrizations(block)
                 learned |= self._vectors(block, source.family.block_prefix(index))
-            stored = record.weight_tensors(weights)
+            stored = weight_tensors(weights)
             learned |= {_key(index, n): tensor for n, tensor in stored.items() if not n.endswith(".integers")}
         remove_parametrizations(model)
         return replace(found, changed=changed / max(1, count)), learned | self._vectors(model)
@@ -215,7 +214,7 @@ class ModelTuner:
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
         """Return what the file of a block holds, by projection."""
         bits, types = self.context.settings.bits_for, self.context.types(index)
-        return {name: record.read_weight(tensors, name, bits(index, name), types[name]) for name in types}
+        return {name: read_weight(tensors, name, bits(index, name), types[name]) for name in types}
 
     def _vectors(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         """Return the norms and biases of a model, or of a block, by their names and as they are stored."""

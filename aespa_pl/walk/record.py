@@ -4,11 +4,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 
-import torch
-from torch import Tensor
-
-from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
-from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, quantize
+from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.curve_names import DESCENT, NOT_NEAREST, tag
 from aespa_pl.distributed.processes import World
@@ -69,27 +65,6 @@ def output_error(streams: Streams, world: World) -> float:
             size += float(original.square().sum())
     error, size = world.sum(error), world.sum(size)  # of the segments of all processes
     return error / size if size > 0 else 0.0
-
-
-def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
-    """Return the tensors of a block's file that hold its weights, which are given by projection."""
-    tensors: dict[str, Tensor] = {}
-    for name, q in weights.items():
-        if isinstance(q, TypedWeight):
-            tensors |= {f"{name}.{field}": value for field, value in q.tensors().items()}
-            continue
-        tensors[f"{name}.integers"] = q.integers
-        tensors[f"{name}.scale"] = q.scale.to(torch.float16)
-        tensors[f"{name}.zero_point"] = q.zero_point.to(torch.uint8)
-    return tensors
-
-
-def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str | None) -> StoredWeight:
-    """Return a projection's weight from what ``weight_tensors`` made; without a block type it is uniform."""
-    if kind is not None:
-        return TypedWeight.read(tensors, name, TYPES[kind])
-    scale, zero_point = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"]
-    return QuantizedWeight(tensors[f"{name}.integers"], scale, zero_point, bits)
 
 
 def tuning(found: Tuned) -> TuningRecord:

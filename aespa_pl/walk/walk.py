@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.quantizer import StoredWeight, weight_tensors
 from aespa_pl.algorithm.workspace import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import peak_bytes
@@ -124,7 +124,7 @@ class Walk:
             with context.measure("writing"):
                 shard = self._store(index, module, found.weights)
                 if context.world.is_first:
-                    tensors = found.zetas | record.weight_tensors(found.weights)
+                    tensors = found.zetas | weight_tensors(found.weights)
                     write_tensors(run.block_file(index), tensors, {})
                     self.writer.write_block(index, context.source.family.as_stored(shard))
             seconds = seconds_of_block()
