@@ -39,6 +39,16 @@ def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor,
     return revived + damping * revived.mean(-1, keepdim=True)
 
 
+def damped(
+    H: Float[Tensor, "heads d d"], share: float | Float[Tensor, " heads"]
+) -> Float[Tensor, "heads d d"]:
+    """Return H, or G, with a share of each head's mean diagonal added to the diagonal, in new memory."""
+    found, share = H.clone(), share[:, None] if isinstance(share, Tensor) else share
+    diagonal = found.diagonal(dim1=1, dim2=2)
+    diagonal += share * diagonal.mean(-1, keepdim=True)
+    return found
+
+
 def unit_factor(
     H: Float[Tensor, "heads d_in d_in"], order: Int[Tensor, "heads d_in"] | None = None
 ) -> tuple[Float[Tensor, "heads d_in d_in"], Float[Tensor, " heads"]]:
@@ -89,7 +99,8 @@ def corrected_weights(
     for h in range(len(H)):  # one after the other: a factor takes as much memory as H
         one = slice(h, h + 1)
         while True:
-            lower, failed = torch.linalg.cholesky_ex(_damped(H[one], added[one]))
+            # where nothing is added, a copy would be memory for nothing
+            lower, failed = torch.linalg.cholesky_ex(damped(H[one], added[one]) if added[h] else H[one])
             solved[h] = torch.cholesky_solve(B[h].T, lower[0]).T
             if not failed.any() and bool(torch.isfinite(solved[h]).all()):
                 break
@@ -105,7 +116,7 @@ def _factored(H: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         failed = ~usable
         _raise_damping(added, failed)
         lower[failed], usable[failed] = _reversed_cholesky(
-            _damped(H[failed], added[failed]), None if order is None else order[failed]
+            damped(H[failed], added[failed]), None if order is None else order[failed]
         )
     return lower, added
 
@@ -120,16 +131,6 @@ def _reversed_cholesky(H: Tensor, order: Tensor | None = None) -> tuple[Tensor, 
     lower, failed = torch.linalg.cholesky_ex(backwards)
     # what is not finite in a row is not finite on its diagonal
     return lower, (failed == 0) & torch.isfinite(lower.diagonal(dim1=1, dim2=2)).all(1)
-
-
-def _damped(H: Tensor, added: Tensor) -> Tensor:
-    """Return H with a fraction of each head's mean diagonal added; H itself where all are 0."""
-    if not bool(added.any()):  # a copy would be memory for nothing
-        return H
-    damped = H.clone()
-    diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(added[:, None] * diagonal.mean(-1, keepdim=True))
-    return damped
 
 
 def _raise_damping(added: Tensor, failed: Tensor) -> None:

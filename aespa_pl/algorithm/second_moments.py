@@ -92,19 +92,6 @@ def rotate_back(
     return G * cc + cross + cross.transpose(-1, -2) + J.T @ (G * ss) @ J
 
 
-def damped(G: Float[Tensor, "heads d_head d_head"], share: float) -> Float[Tensor, "heads d_head d_head"]:
-    """Return G with a share of each head's mean diagonal added to the diagonal, in new memory.
-
-    Eq. 14 has no product of the errors of Q and K. Where keys are small in a direction, G lets errors of Q
-    grow in it until they are larger than Q, and errors of K grow where queries are small; then their product
-    is no longer small, and a norm on the heads shrinks what is right.
-    """
-    found = G.clone()
-    diagonal = found.diagonal(dim1=1, dim2=2)
-    diagonal += share * diagonal.mean(-1, keepdim=True)
-    return found
-
-
 def through_norm(
     G: Float[Tensor, "heads d_head d_head"],
     weight: Float[Tensor, "#heads d_head"],

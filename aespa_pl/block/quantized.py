@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.grid_types import TYPES
-from aespa_pl.algorithm.hessian import damping_for
+from aespa_pl.algorithm.hessian import damped, damping_for
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, QuantizedWeight, StoredWeight, dequantize, quantize
-from aespa_pl.algorithm.second_moments import damped
 from aespa_pl.calibration.statistics import BlockStatistics, Hessian
 from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError
@@ -171,6 +170,7 @@ class QuantizedBlock:
             if p.name in statistics.couplings:
                 G = statistics.couplings[p.name]
             elif G is not None:
+                # or errors of Q grow where keys are small, and of K where queries are (docs/algorithm.md)
                 G = damped(G, settings.objective.query_key_damping)
             ones = torch.ones_like(weight[..., 0])
             quantized = QuantizedProjection(p, weight, hessian, G, grid, ones, torch.empty(0))

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.second_moments import damped
+from aespa_pl.algorithm.hessian import damped
 from aespa_pl.calibration.end_loss import couplings, segments_of
 from aespa_pl.errors import UserError
 from aespa_pl.run.context import Context
