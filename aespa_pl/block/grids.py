@@ -35,7 +35,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
 
     def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat, effort: Effort) -> tuple[Grid, float]:
         share = p.share(world, coupled=False)
-        searched = [search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)]
+        searched = [search_grid(W, H, zeta, form, effort=effort) for W, H in p.problems(share)]
         whole = joined([grid for grid, _ in searched]).merged(share.whole)
         return whole, share.sum(float(sum(loss for _, loss in searched)))
 
@@ -74,7 +74,7 @@ def _zeta_of_inputs(
     def loss(zeta: Tensor) -> float:
         shares = [(p, form, p.share(world)) for p, form in zip(projections, forms, strict=True)]
         return sum(
-            share.sum(sum(nearest_loss(r.weight, r.hessian, zeta, form) for r in p.rows(share)))
+            share.sum(sum(nearest_loss(W, H, zeta, form) for W, H in p.problems(share)))
             for p, form, share in shares
         )
 

@@ -31,13 +31,13 @@ class BlockQuantizer:
     context: Context
 
     def start(self, index: int, module: nn.Module, statistics: BlockStatistics) -> QuantizedBlock:
-        """Return a block's nearest rounding, aimed at weights that make up for earlier blocks' errors.
+        """Return a block without grids, aimed at weights that make up for earlier blocks' errors.
 
         ``module`` has the original weights. The Hessians of ``statistics`` become the quantized block's; the
         rest is not needed afterwards. Raises UserError where a Hessian cannot be factored.
         """
         settings, layout = self.context.settings, self.context.layout(index)
-        block = QuantizedBlock.nearest(index, module, layout, statistics, settings)
+        block = QuantizedBlock.begin(index, module, layout, statistics, settings)
         block.damp(settings.damping)
         if statistics.shifts is not None:
             with self.context.measure("correction"):

@@ -1,13 +1,13 @@
 """Hold a block on its way from weights to integers: the one object that its steps hand on.
 
-It begins as nearest rounding on min-max grids, which is a quantized block already. Each step replaces
-something of it by something better: ``correct`` the weights that are aimed at, ``fit_grids`` the grids,
-``update`` and ``learn`` and ``polish`` the integers.
+It begins without grids. ``correct`` changes the weights that are aimed at. ``fit_grids`` finds grids and
+rounds to nearest on them: this is a quantized block. ``update`` and ``learn`` and ``polish`` find better
+integers.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +62,11 @@ class QuantizedProjection:
     hessian: Hessian
     other_side: Tensor | None
     """G ``[heads, rows, rows]``, damped, where the objective couples the rows of a head; None elsewhere."""
-    grid: Grid
-    """Grid before folding."""
     row_factor: Tensor
     """``[heads, rows]``: zeta of the next input group, which is folded into the rows; 1 where none is."""
-    integers: Tensor
+    grid: Grid = field(init=False)
+    """Grid before folding; it is there from step 2 on, as the integers are."""
+    integers: Tensor = field(init=False)
     """Best integers so far, uint8, ``[heads, rows, d_in]``."""
     updated: Tensor | None = None
     """W', the weights at the moment when OPTQ was about to round them, until learning has begun there."""
@@ -103,33 +103,30 @@ class QuantizedProjection:
         by_heads = knows_g or len(self.hessian) > 1
         return RowShare(self.heads, self.weight.shape[1], by_heads, world)
 
-    def rows(self, share: RowShare) -> Iterator[Rows]:
-        """Yield the rows of a share: all at once, or head by head where the Hessians are on disk.
-
-        They have G where the share is of whole heads.
-        """
-        weight, integers = share.part(self.weight), share.part(self.integers)
-        factor = share.part(self.row_factor)
-        grid, taken = self.grid.merged(share.part), share.taken_heads
-        G = self.other_side if share.by_heads else None
+    def problems(self, share: RowShare) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield weight and H of the rows of a share: all at once, or head by head where H is on disk."""
+        weight, taken = share.part(self.weight), share.taken_heads
         if self.hessian.in_memory:
-            H = self.hessian[:] if len(self.hessian) == 1 else self.hessian[taken]
-            yield Rows(weight, grid, integers, factor, H, None if G is None else G[taken])
+            yield weight, self.hessian[:] if len(self.hessian) == 1 else self.hessian[taken]
             return
         for i, head in enumerate(range(taken.start, taken.stop)):
-            one = slice(i, i + 1)
-            H = self.hessian[head : head + 1]
-            yield Rows(weight[one], grid.heads(i, 1), integers[one], factor[one], H, None)
+            yield weight[i : i + 1], self.hessian[head : head + 1]
 
-    def restart(self, grid: Grid) -> None:
-        """Take a grid, and nearest rounding on it."""
-        self.grid, self.updated = grid, None
-        self.integers = quantize(self.weight, grid).to(torch.uint8)
+    def rows(self, share: RowShare, integers: Tensor | None = None) -> Iterator[Rows]:
+        """Yield the rows of a share, each of its ``problems``, with other ``integers`` if they are given.
+
+        They have G where the share is of whole heads and H in memory.
+        """
+        q, factor = share.part(self.integers if integers is None else integers), share.part(self.row_factor)
+        grid, G = self.grid.merged(share.part), self.other_side if share.by_heads else None
+        G = G[share.taken_heads] if G is not None and self.hessian.in_memory else None
+        for i, (weight, H) in enumerate(self.problems(share)):
+            heads = slice(i, i + len(weight))  # all, or the one
+            yield Rows(weight, grid.heads(i, len(weight)), q[heads], factor[heads], H, G)
 
     def loss(self, integers: Tensor) -> Tensor:
         """Return the loss of all rows with other ``integers``, as ``Rows.loss``."""
-        everything = replace(self, integers=integers).rows(self.share(ALONE))
-        return torch.cat([rows.loss() for rows in everything])
+        return torch.cat([rows.loss() for rows in self.rows(self.share(ALONE), integers)])
 
 
 @dataclass
@@ -145,7 +142,7 @@ class QuantizedBlock:
     """Number of calibration tokens."""
 
     @classmethod
-    def nearest(
+    def begin(
         cls,
         index: int,
         module: nn.Module,
@@ -153,7 +150,7 @@ class QuantizedBlock:
         statistics: BlockStatistics,
         settings: QuantizationSettings,
     ) -> "QuantizedBlock":
-        """Return a block's nearest rounding on min-max grids.
+        """Return a block without grids.
 
         Its weights may share the memory of the ``module``, and it damps the Hessians of ``statistics``.
         """
@@ -165,20 +162,16 @@ class QuantizedBlock:
             hessian = statistics.inputs[name]
             if p.role is Role.VALUE and statistics.attended is not None:
                 hessian = statistics.attended
-            grid = min_max_grid(weight, torch.ones_like(weight[0, 0]), grid_format(settings, index, p.name))
             G = {Role.QUERY: statistics.g_query, Role.KEY: statistics.g_key}.get(p.role)
             if p.name in statistics.couplings:
                 G = statistics.couplings[p.name]
             elif G is not None:
                 # or errors of Q grow where keys are small, and of K where queries are (docs/algorithm.md)
                 G = damped(G, settings.objective.query_key_damping)
-            ones = torch.ones_like(weight[..., 0])
-            quantized = QuantizedProjection(p, weight, hessian, G, grid, ones, torch.empty(0))
+            quantized = QuantizedProjection(p, weight, hessian, G, torch.ones_like(weight[..., 0]))
             if name in statistics.reached:
                 quantized.measured |= asdict(statistics.reached[name])
-            quantized.restart(grid.in_half(quantized.row_factor))
             projections[p.name] = quantized
-            release_memory()  # small integers would else break up what larger tensors leave
         return cls(index, layout, projections, statistics.magnitudes, statistics.tokens)
 
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
@@ -234,7 +227,9 @@ class QuantizedBlock:
                 before.row_factor = zeta.view(before.weight.shape[:2])
         for name, grid in grids.items():
             p = self.projections[name]
-            p.restart(grid.in_half(p.row_factor))
+            p.grid, p.updated = grid.in_half(p.row_factor), None
+            p.integers = quantize(p.weight, p.grid).to(torch.uint8)
+            release_memory()  # small integers would else break up what larger tensors leave
 
 
 def grid_format(settings: QuantizationSettings, block: int, projection: str) -> GridFormat:

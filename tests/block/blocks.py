@@ -84,7 +84,7 @@ def begin(
     settings: QuantizationSettings = FEW,
     damping: float | Literal["auto"] = 0.01,
 ) -> QuantizedBlock:
-    quantized = QuantizedBlock.nearest(0, block, layout, statistics, settings)
+    quantized = QuantizedBlock.begin(0, block, layout, statistics, settings)
     quantized.damp(damping)
     quantized.clear_dead_columns()
     return quantized

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.quantize import correct
 from aespa_pl.calibration.statistics import Reached, Shifts
+from aespa_pl.distributed.processes import ALONE
 from aespa_pl.settings.quantization import ObjectiveSettings
-from tests.block.blocks import begin, example, linear, make_statistics, role, rows_by_hand
+from tests.block.blocks import FEW, begin, example, linear, make_statistics, role, rows_by_hand
 from tests.models.examples import every_example
 
 
@@ -194,4 +196,5 @@ def test_scales_of_weights_beyond_what_float16_reaches_are_finite() -> None:
     with torch.no_grad():
         linear(block, "self_attn.q_proj").weight[0, 0] = 1e8
     quantized = begin(block, layout, make_statistics(block, layout))
+    fit_grids(quantized, FEW, ALONE)
     assert quantized.projections["q_proj"].folded_grid.scale.isfinite().all()

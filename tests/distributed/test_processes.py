@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.block.quantized import QuantizedProjection
 from aespa_pl.calibration.statistics import Hessian
 from aespa_pl.distributed.processes import ALONE, RowShare, World
@@ -69,9 +67,7 @@ def test_rows_stay_with_their_head_where_it_matters(
         W,
         Hessian(torch.randn(hessians, 5, 5)),
         torch.randn(4, 3, 3) if coupled else None,
-        min_max_grid(W, torch.ones(5), GridFormat(2)),
         torch.ones(4, 3),
-        torch.zeros(4, 3, 5, dtype=torch.uint8),
     )
     share = p.share(World(1, 3))
     assert share.by_heads is by_heads
