@@ -90,10 +90,10 @@ def search_grid(
         blocks = _blocks(H[h], zeta, size)
         V = _split(rows / zeta, size).transpose(0, 1).contiguous()  # products would copy it otherwise
         if kind is None:
-            at_once = max(1, MOST_GRIDS // (2 * CLIP_RATIOS * len(V)))
+            of_row = (1 if grid_format.symmetric else 2) * CLIP_RATIOS * len(V)
             found = [
                 best_grids(some.contiguous(), blocks, _candidates(some, grid_format), effort=effort)
-                for some in V.split(at_once, 1)
+                for some in V.split(max(1, MOST_GRIDS // of_row), 1)
             ]
             scale, zero_point, loss = (torch.cat(each, 1) for each in zip(*found, strict=True))
             grids.append(Grid(scale.T[None], zero_point.T[None], zeta, grid_format.bits))

@@ -90,6 +90,8 @@ def _refuse_other_grids(given: Arguments, chosen: CompareSettings) -> None:
         raise UserError(
             f"{SECTION}.formats says what the grids of all cells are, and {SECTION}.bits too: leave one out"
         )
+    if AUTO in chosen.formats and target == "null":
+        check_format(QuantizationSettings(format=AUTO))  # which needs a target
 
 
 def _mistakes(shared: Arguments, chosen: CompareSettings, config: PreTrainedConfig) -> list[str]:

@@ -54,7 +54,8 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, mixture: str | None) 
     grids = (settings, symmetric, replace(symmetric, group_size=size))
     types, same, other = (_types(grid, shape) for grid in grids)
     advice = f" (symmetric groups of {size} would be {_words(other)})" if _mean(other) < _mean(types) else ""
-    if settings.bits == 2 and _mean(same) < _mean(types):  # most searched grids have no other zero points
+    # most searched grids have no other zero points
+    if types and settings.bits == 2 and _mean(same) < _mean(types):
         advice = f" (down to {_words(same)}, where the zero points of a matrix are 1 and 2)"
     if not types:
         return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"

@@ -227,20 +227,20 @@ class ModelTuner:
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
         family, file, model_file = source.family, run.block_file(index), self.writer.block_file(index)
         tensors, complete = load_file(file), source.pretrained.with_block(index, model_file)
-        shard = {name: complete.tensor(name) for name in complete.block_names(index)}
+        stored = {name: complete.tensor(name) for name in complete.block_names(index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)
         if distances := offsets(run, index):
             quantized = moved(quantized, layout, distances)
             tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
         weights = {name: q.weight() for name, q in quantized.items()}
-        shard |= {name: learned[name] for name in shard if name in learned}
+        stored |= {name: learned[name] for name in stored if name in learned}
         for path in {p.module: None for p in layout.projections}:
             name = f"{family.block_prefix(index)}{path}.weight"
-            shard[name] = merged(weights, layout, path).to(shard[name].dtype)
+            stored[name] = merged(weights, layout, path).to(stored[name].dtype)
         write_tensors(run.staged(file), tensors, {})
         staged = replace(self.writer, folder=run.staged(self.writer.folder))
-        staged.write_block(index, family.as_stored(shard))
+        staged.write_block(index, family.as_stored(stored))
         run.replace_block(index, (file, model_file))
 
 

@@ -1,4 +1,4 @@
-"""Collect all records of a quantized block: tensors, measurements, curves and words."""
+"""Collect all records of a quantized block: measurements, curves and words."""
 
 import logging
 import math
@@ -85,11 +85,11 @@ def tuning_curves(found: Tuned, measure: str = "error") -> dict[str, float]:
 
 def tuning_words(found: Tuned) -> str:
     """Return what a tuning found in words."""
-    text = (
-        f"tuning took the error on held-back text from {found.start_error:.5g} to {found.error:.5g}"
-        if found.epoch
-        else "tuning found nothing better on held-back text than the start, which is kept"
-    )
+    text = f"tuning took the error on held-back text from {found.start_error:.5g} to {found.error:.5g}"
+    if not found.epoch:
+        text = "tuning found nothing better on held-back text than the start, which is kept"
+    elif found.error == found.start_error:  # of a feed-forward network, tuned behind its attention
+        text = "tuning found something better on held-back text for the attention alone"
     if found.epoch and found.changed:
         text += f" and changed {100 * found.changed:.1f} % of the integers"
     if not found.finite:

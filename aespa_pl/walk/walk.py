@@ -122,11 +122,11 @@ class Walk:
             found = self._quantized(index, module, streams)
             losses, tuning = found.losses, None if found.tuned is None else record.tuning(found.tuned)
             with context.measure("writing"):
-                shard = self._store(index, module, found.weights)
+                stored = self._store(index, module, found.weights)
                 if context.world.is_first:
                     tensors = found.zetas | weight_tensors(found.weights)
                     write_tensors(run.block_file(index), tensors, {})
-                    self.writer.write_block(index, context.source.family.as_stored(shard))
+                    self.writer.write_block(index, context.source.family.as_stored(stored))
             seconds = seconds_of_block()
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), self.writer.block_file(index))

@@ -260,6 +260,7 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
         (["--config=gguf_q2_k.yaml"], r"Q2_K, which goes before the bits .* --compare\.formats '\[Q2_K\]'"),
         (["--quantization.target=2.75"], r"target is 2\.75, which needs auto among --compare\.formats"),
         (["--compare.formats=[Q4_0]", "--quantization.target=2 GB"], "target is 2 GB, which needs auto"),
+        (["--compare.formats=[Q4_0, auto]"], "format is auto, .*: set quantization.target"),
         (["--compare.formats=[Q4_0]", "--compare.bits=[2]"], "of all cells are, .*: leave one out"),
         (["--compare.formats=[Q4_0, Q9_K]"], "format is Q9_K: expected one of uniform, auto, Q2_K_S"),
     ],

@@ -31,7 +31,6 @@ def compared(*more: str) -> None:
             r"evaluation\.segment_length is 4096, but embedded:llama",
         ),
         (["--trainer.accelerator=abacus"], r"trainer: .*accelerator"),
-        (["--compare.formats=[Q4_0, auto]"], r"format is auto, .*: set quantization\.target"),
         (["--compare.formats=[Q4_0, Q2_K]", "--compare.methods=[omniquant]"], r"format is Q4_0, whose types"),
         (
             [

@@ -111,7 +111,9 @@ def test_a_block_never_mixes_devices_and_finds_the_integers_of_the_cpu(
 def test_statistics_wait_for_hidden_states_and_the_check_at_their_end(counted: Counted) -> None:
     for found, most in zip(counted.phases["statistics"], (260, 430), strict=True):
         # segments of both streams are sent, and the original's come back
-        assert not waits(found, "refuse_not_finite", "run_block", "_run_through")
+        sent = ("StreamedModel.run_block", "_run_through")
+        assert all(w.startswith("copy to the ") for w in found.waits if w.endswith(sent))
+        assert not waits(found, "refuse_not_finite", *sent)
         assert found.count / BATCHES < most
 
 

@@ -43,6 +43,10 @@ def words(width: int, intermediate: int, **options: object) -> str:
             "the zero points of a matrix are 1 and 2), or llama.cpp's own types by --quantization.format "
             "Q2_K; 2.53 in compressed-tensors, 4 and more in vLLM's containers",
         ),
+        (
+            {"bits": 2, "group_size": 64, "bits_of": {"down_proj": 8}},
+            "no GGUF file, because no type of llama.cpp holds this grid (symmetric groups of 64 would",
+        ),
         ({"bits": 8}, "no GGUF file, because no type of llama.cpp holds this grid (symmetric groups of 32"),
         # down_proj is a third of an MLP and has 256 columns: (4 + 3) * 1 / (4 + 9)
         ({"bits": 2}, ": Q2_K and Q4_0, "),

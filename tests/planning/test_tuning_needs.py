@@ -147,6 +147,17 @@ def test_the_model_is_on_disk_where_it_does_not_fit_in_memory() -> None:
         assert resolved_place(Setup(shape(), WORK, DataSettings(memory_gb=1e-6), found, CPU)) == found
 
 
+@pytest.mark.parametrize(("processes", "place"), [(1, "memory"), (2, "disk")])
+def test_processes_on_a_cpu_share_the_memory_for_the_model(
+    monkeypatch: pytest.MonkeyPatch, processes: int, place: str
+) -> None:
+    data = DataSettings(hidden_states="memory")
+    needed = model_bytes(shape(), WORK, MODEL, recompute=True) + hidden_bytes(shape(), WORK, MODEL)
+    monkeypatch.setattr("aespa_pl.planning.budget.free_bytes", lambda _: 1.5 * needed / RESERVE)
+    found = resolved_place(Setup(shape(), WORK, data, MODEL, CPU, Devices(processes)))
+    assert found.tuning.model.blocks == place
+
+
 def test_segments_of_a_mini_batch_run_one_by_one_where_blocks_are_on_disk() -> None:
     """A segment more takes its hidden states, and the inputs of the blocks that wait in host memory.
 

@@ -76,6 +76,11 @@ def test_the_verdict_is_the_arithmetic_of_the_perplexities(
     )
 
 
+def test_a_run_that_is_not_finished_is_not_measured_yet(tmp_path: Path) -> None:
+    run = read_run(simulate(tmp_path / "run/version_0", 1, finished=False))
+    assert page.verdict(run) == "Not measured yet: the run is not finished."
+
+
 def test_a_result_worse_than_nearest_rounding_is_said_in_words(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 1)
     perplexity = {"original": {"t": 10.0}, "nearest": {"t": 100.0}, "quantized": {"t": 1000.0}}

@@ -1,13 +1,14 @@
 """Hidden states on disk read like those in memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from aespa_pl.errors import UserError
-from aespa_pl.storage.batches import BatchesOnDisk
+from aespa_pl.storage.batches import BatchesOnDisk, NamedMatrices
 
 
 def batches(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -51,3 +52,13 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match="file/hidden"):
         BatchesOnDisk(tmp_path / "file" / "hidden", batches())
+
+
+def test_names_of_matrices_are_known_without_reading_one() -> None:
+    class Unreadable(list[Tensor]):
+        def __getitem__(self, _: Any) -> Any:
+            raise AssertionError("read")
+
+    matrices = NamedMatrices({"here": Unreadable()})  # type: ignore[dict-item]
+    assert "here" in matrices
+    assert "elsewhere" not in matrices
