@@ -37,14 +37,17 @@ def score_error(dW: Tensor, X: Tensor, others: Tensor) -> float:
     return total
 
 
-def rotation_matrix(position: int, head_size: int, base: float) -> Tensor:
-    """Return RoPE's matrix of one position; pairs ``(i, i + head_size / 2)`` turn by ``position * f_i``."""
+def rotation_matrix(position: int, head_size: int, base: float, *, neighbours: bool = False) -> Tensor:
+    """Return RoPE's matrix of one position; the pair i turns by ``position * f_i``.
+
+    Pairs are ``(i, i + head_size / 2)``, or ``neighbours``, ``(2 i, 2 i + 1)``.
+    """
     R = torch.zeros(head_size, head_size, dtype=torch.float64)
-    half = head_size // 2
-    for i in range(half):
+    for i in range(head_size // 2):
+        first, second = (2 * i, 2 * i + 1) if neighbours else (i, i + head_size // 2)
         angle = position * base ** (-2 * i / head_size)
-        R[i, i] = R[i + half, i + half] = math.cos(angle)
-        R[i, i + half], R[i + half, i] = -math.sin(angle), math.sin(angle)
+        R[first, first] = R[second, second] = math.cos(angle)
+        R[first, second], R[second, first] = -math.sin(angle), math.sin(angle)
     return R
 
 

@@ -72,12 +72,15 @@ def rotate_back(
     cos: Float[Tensor, "L rotated"],
     sin: Float[Tensor, "L rotated"],
     factor: Float[Tensor, " L"] | None = None,
+    *,
+    neighbours: bool = False,
 ) -> Float[Tensor, "heads d_head d_head"]:
     """Return ``mean_t f_t^2 R_t^T G R_t``: G as it acts on queries (keys) before rotation and factor f.
 
     The error of a query is rotated with the query, so ``R_t dq`` meets the rotated keys. R_t is
     ``diag(cos_t) + diag(sin_t) J``, where J x is ``rotate_half(x) = (-x[half:], x[:half])`` of the first
-    ``rotated = 2 half`` columns of a head; the others stay, so there cos is 1 and sin is 0.
+    ``rotated = 2 half`` columns of a head; where ``neighbours`` are turned it is ``(-x[1], x[0], -x[3],
+    ...)``. The others stay, so there cos is 1 and sin is 0.
     """
     # R^T G R has four terms; the mean over t of cos_i cos_j and so on can be taken beforehand.
     L, rotated = cos.shape
@@ -86,7 +89,11 @@ def rotate_back(
     if factor is not None:
         cos, sin = cos * factor.to(G)[:, None], sin * factor.to(G)[:, None]
     identity = torch.eye(rotated, dtype=G.dtype, device=G.device)
-    J = pad(torch.cat([-identity[half:], identity[:half]]), (0, others, 0, others))
+    if neighbours:
+        turned = torch.stack([-identity[1::2], identity[::2]], 1).flatten(0, 1)
+    else:
+        turned = torch.cat([-identity[half:], identity[:half]])
+    J = pad(turned, (0, others, 0, others))
     cc, cs, ss = cos.T @ cos / L, cos.T @ sin / L, sin.T @ sin / L
     cross = (G * cs) @ J
     return G * cc + cross + cross.transpose(-1, -2) + J.T @ (G * ss) @ J

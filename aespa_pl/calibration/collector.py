@@ -20,7 +20,7 @@ from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Hessian, Shifts, Sums, output_shift, rows
 from aespa_pl.models.family import BlockLayout, InputGroup
-from aespa_pl.models.observed import Attention
+from aespa_pl.models.observed import Attention, Rotation
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
 LARGEST = 5.0
@@ -74,8 +74,7 @@ class StatisticsCollector:
         if layout.mixture is not None and (experts is None or experts):
             experts = experts or range(layout.mixture.total)
             self.experts = ExpertSums(layout, self._sums, experts, magnitudes=magnitudes)
-        self._rotation: tuple[Tensor, Tensor] | None = None
-        self._query_factor: Tensor | None = None
+        self._rotation: Rotation | None = None
 
     def add(self, seen: Observation, original: Observation | None = None) -> None:
         """Add one batch; shifts are collected where the ``original`` model has seen it too."""
@@ -210,16 +209,22 @@ class StatisticsCollector:
             parts[KEY_GAIN] = attention.key_inverse_square.float().sum((0, 2)) / 2
         for name, part in parts.items():
             self._sums.of(name, part, *part.shape).add_(part)
-        self._rotation, self._query_factor = attention.rotation, attention.query_factor
+        self._rotation = attention.rotation
 
     def _before_rotation(
         self, sums: Sums, name: str, gain: str, norm: int, norm_weights: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """Return G_Q or G_K as it acts on the outputs of the projection itself."""
-        G = sums.get(name)
-        if G is not None and self._rotation is not None:
-            factor = self._query_factor if name == KEYS else None  # G_Q = E[K^T K] acts on queries
-            G = rotate_back(G, *self._rotation, factor)
-        if G is not None and norm_weights is not None:
-            G = through_norm(G, norm_weights[norm].float(), sums[gain])
+        G, turned = sums.get(name), self._rotation
+        if G is None:
+            return None
+        weight = None if norm_weights is None else norm_weights[norm].float()
+        norm_last = turned is not None and turned.before_norm
+        if weight is not None and norm_last:
+            G = through_norm(G, weight, sums[gain])
+        if turned is not None:
+            factor = turned.query_factor if name == KEYS else None  # G_Q = E[K^T K] acts on queries
+            G = rotate_back(G, turned.cos, turned.sin, factor, neighbours=turned.neighbours)
+        if weight is not None and not norm_last:
+            G = through_norm(G, weight, sums[gain])
         return G

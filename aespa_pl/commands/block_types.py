@@ -142,11 +142,12 @@ def _mixture(name: str, config: PreTrainedConfig, shape: Shape) -> dict[str, str
     unsupported = unsupported_part(config) or (OTHER_ORDER if other_heads(config) else None)
     if unsupported is not None:
         raise UserError(f"quantization.format is {name}, but {unsupported}: set quantization.format uniform")
-    model = MixtureModel.of(config, shape.layout, architecture_of(config).name)
+    layouts = family_of(config).layouts(config)
+    model = MixtureModel.of(layouts, architecture_of(config).name)
     tied = bool(config.tie_word_embeddings)
     name = BEFORE_CHOICE if name == AUTO else name
     types = {}
-    for block, layout in enumerate(family_of(config).layouts(config)):
+    for block, layout in enumerate(layouts):
         for p in layout.projections:
             columns = shape.of_blocks[block][p.name].columns
             types[f"{block}.{p.name}"] = mixture_type(name, matrix_of(layout, p), columns, model, block)

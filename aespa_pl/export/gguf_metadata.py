@@ -19,12 +19,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.models.block_kinds import LINEAR, SLIDING, attention_kinds
+from aespa_pl.models.block_kinds import CONVOLUTION, LINEAR, SLIDING, attention_kinds
 from aespa_pl.models.llama_cpp import (
     PARTIAL,
     architecture_of,
     context_length,
     full_period,
+    rope_base,
     rope_parameters,
     rope_type,
 )
@@ -35,6 +36,7 @@ logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
 
 NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "rms_norm_eps": GGUFWriter.add_layer_norm_rms_eps,
+    "norm_eps": GGUFWriter.add_layer_norm_rms_eps,
     "layer_norm_epsilon": GGUFWriter.add_layer_norm_eps,
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,
@@ -59,7 +61,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_context_length(context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.block_count)
-    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    writer.add_feed_forward_length(_feed_forward_length(model))
     if layout.mixture is not None:
         writer.add_expert_count(layout.mixture.count)
         writer.add_expert_used_count(layout.mixture.chosen)
@@ -68,7 +70,11 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     if (length := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(length)
     writer.add_head_count(layout.heads)
-    writer.add_head_count_kv(layout.key_value_heads)
+    if CONVOLUTION in (kinds := attention_kinds(config)):
+        writer.add_head_count_kv([layout.key_value_heads * (kind != CONVOLUTION) for kind in kinds])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    else:
+        writer.add_head_count_kv(layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
@@ -77,10 +83,20 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
     _add_windows(writer, config)
-    if LINEAR in attention_kinds(config):
+    if LINEAR in kinds:
         _add_linear_attention(writer, config)
     if rope_parameters(config):
         _add_rope(writer, config, layout.head_dim)
+
+
+def _feed_forward_length(model: QuantizedModel) -> int:
+    """Return the columns of the last matrix of a dense block; LFM2 has others than config.json says."""
+    config = model.pretrained.config
+    stated = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return stated
+    down = f"{model.family.blocks_path}.0.feed_forward.w2.weight"
+    return model.pretrained.tensors[down].shape[1]
 
 
 def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
@@ -103,7 +119,7 @@ def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 
 def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
     rope, kind = rope_parameters(config), rope_type(config)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base(rope_base(config, head_dim))
     writer.add_rope_freq_base_swa(rope_parameters(config, SLIDING)["rope_theta"])
     share = rope.get("partial_rotary_factor", 1.0) if config.model_type in PARTIAL else 1.0
     writer.add_rope_dimension_count(int(head_dim * share))

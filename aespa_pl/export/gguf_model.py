@@ -96,9 +96,10 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
 
 
 def in_float32(name: str) -> bool:
-    """Return whether llama.cpp has a matrix in float32: routers, and what rules linear attention's state."""
+    """Return whether llama.cpp has a matrix in float32: routers, convolutions, rules of linear attention."""
     large = (".ssm_in.weight", ".ssm_out.weight")
-    return "ffn_gate_inp" in name or (".ssm_" in name and not name.endswith(large))
+    small = ("ffn_gate_inp", ".shortconv.conv.")
+    return any(part in name for part in small) or (".ssm_" in name and not name.endswith(large))
 
 
 def gguf_name(model: QuantizedModel, name: str) -> str:

@@ -10,14 +10,25 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
 from aespa_pl.models.hybrid import HybridFamily
+from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.moe import GptOssFamily, MixtralFamily, Qwen3MoeFamily
 from aespa_pl.models.opt import OptFamily
-from aespa_pl.models.relatives import Gemma2Family, Gemma3Family, GraniteFamily, OlmoFamily, Phi3Family
+from aespa_pl.models.relatives import (
+    ErnieFamily,
+    Gemma2Family,
+    Gemma3Family,
+    Glm4Family,
+    GraniteFamily,
+    HunyuanFamily,
+    OlmoFamily,
+    Phi3Family,
+)
 
 FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
-    OlmoFamily(), Qwen3MoeFamily(), MixtralFamily(), HybridFamily(), GptOssFamily(),
+    OlmoFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(), Qwen3MoeFamily(),
+    MixtralFamily(), HybridFamily(), GptOssFamily(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
@@ -35,6 +46,8 @@ MISSING = {
     "qwen3_5_moe": "its image encoder; the text model alone, qwen3_5_moe_text, is supported",
     "olmo_hybrid": "linear attention",
     "granitemoehybrid": "Mamba layers",
+    "lfm2_vl": "its image encoder; the text model alone, lfm2, is supported",
+    **dict.fromkeys(("lfm2_moe", "ernie4_5_moe", "glm4_moe"), "a router with corrected scores"),
 }
 """Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from aespa_pl.errors import UserError
 from aespa_pl.models.block_kinds import FULL, SLIDING, attention_kinds
 from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
-from aespa_pl.models.observed import Observer, observed
+from aespa_pl.models.observed import Observer, Rotation, observed
 
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
@@ -41,6 +41,12 @@ class LlamaFamily(Family):
     """Paths of the norms that the outputs of attention and feed-forward network pass on their way."""
     half_rotations: ClassVar[bool] = False
     """Whether cos and sin have one column for each pair of columns that is rotated (gpt-oss)."""
+    rotates_neighbours: ClassVar[bool] = False
+    """Whether these pairs are neighbours, not halves of what is rotated."""
+    head_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
+    """Names of the norms on query and key heads, where an attention has them."""
+    rotates_before_norms: ClassVar[bool] = False
+    """Whether RoPE comes before these norms."""
     norm_offset: ClassVar[float] = 0.0
     """What a norm adds to its weight."""
     masks: ClassVar[Mapping[str, Callable[..., Tensor | None]]] = MASKS
@@ -143,16 +149,20 @@ class LlamaFamily(Family):
             cos, sin = keywords["position_embeddings"]  # [1, L, r]
             if self.half_rotations:
                 cos, sin = (torch.cat((half, half), -1) for half in (cos, sin))
-            seen["rotation"] = (cos[0], sin[0])
-            seen["query_factor"] = self.query_factor(model.config, keywords["position_ids"][0])
+            if self.rotates_neighbours:  # the library repeats the columns of a half where it rotates
+                cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1) for x in (cos, sin))
+            factor = self.query_factor(model.config, keywords["position_ids"][0])
+            where = {"neighbours": self.rotates_neighbours, "before_norm": self.rotates_before_norms}
+            seen["rotation"] = Rotation(cos[0], sin[0], **where, query_factor=factor)
 
         with ExitStack() as stack:
             if self.rotates(module):
                 stack.enter_context(module.register_forward_pre_hook(keep_rotation, with_kwargs=True))
             if norms is not None:
-                for name, heads in (("query", layout.heads), ("key", layout.key_value_heads)):
+                of_heads = (("query", layout.heads), ("key", layout.key_value_heads))
+                for (name, heads), norm_name in zip(of_heads, self.head_norms, strict=True):
                     projection = module.get_submodule(f"{name[0]}_proj")
-                    norm = module.get_submodule(f"{name[0]}_norm")
+                    norm = module.get_submodule(norm_name)
                     hook = partial(_keep_scale, seen, f"{name}_inverse_square", heads, norm)
                     stack.enter_context(projection.register_forward_hook(hook))
             stack.enter_context(observed(model, module, lambda a: report(replace(a, **seen))))
@@ -170,9 +180,9 @@ class LlamaFamily(Family):
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return what the norms on query and key heads multiply by, where there are any."""
         attention: Any = getattr(block, "self_attn", None)
-        if not hasattr(attention, "q_norm"):
+        if not hasattr(attention, self.head_norms[0]):
             return None
-        weights = (norm.weight + self.norm_offset for norm in (attention.q_norm, attention.k_norm))
+        weights = (getattr(attention, name).weight + self.norm_offset for name in self.head_norms)
         query, key = (weight.view(-1, attention.head_dim) for weight in weights)
         return query, key
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
-from aespa_pl.models.block_kinds import FULL, LINEAR, SLIDING, attention_kinds
+from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
 from aespa_pl.settings import QuantizationSettings
 
 
@@ -66,6 +66,10 @@ ARCHITECTURES = {
     "olmo2": OLMO,
     "olmo3": OLMO,
     "exaone4": Architecture("exaone4", windows=True, window_blocks=64, scales_each=True, divides_width=True),
+    "glm4": Architecture("glm4"),
+    "ernie4_5": Architecture("ernie4_5", only={"use_bias": False}),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", only=UNBIASED),
+    "lfm2": Architecture("lfm2", only={"conv_bias": False}),
     "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}, divides_width=True),
     "qwen3_moe": Architecture("qwen3moe", only={**UNBIASED, "norm_topk_prob": True}),
     "mixtral": LLAMA,
@@ -87,7 +91,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written."""
 USUAL_BETAS = 32.0, 1.0
 """YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
-PARTIAL = ("phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PARTIAL = ("phi3", "glm4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
@@ -137,6 +141,8 @@ def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> 
 def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
     kinds = attention_kinds(config)
     # without a full block llama.cpp does not fail, but ends the whole process
+    if config.model_type == "lfm2" and set(kinds) != {CONVOLUTION, FULL}:
+        return "llama.cpp can't load a lfm2 without both convolutions and attention"
     if hasattr(config, "linear_key_head_dim") and set(kinds) != {LINEAR, FULL}:
         return f"llama.cpp can't load a {config.model_type} without both linear and full attention"
     if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
@@ -203,7 +209,7 @@ def _unsupported_yarn(config: PreTrainedConfig, rope: Mapping[str, Any]) -> str 
 
 def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     kinds = attention_kinds(config)
-    if not architecture.windows and len(set(kinds) - {LINEAR}) > 1:
+    if not architecture.windows and len(set(kinds) - {LINEAR, CONVOLUTION}) > 1:
         return f"llama.cpp has no sliding windows in some blocks of a {config.model_type}"
     only = architecture.window_blocks
     if only is not None and (SLIDING in kinds) != (only == len(kinds)):
@@ -251,7 +257,20 @@ def rounds_yarn(config: PreTrainedConfig) -> bool:
 
 def rope_type(config: PreTrainedConfig) -> str:
     """Return the scaling of RoPE's frequencies."""
-    return str(rope_parameters(config).get("rope_type", "default"))
+    return "default" if _alpha(config) else str(rope_parameters(config).get("rope_type", "default"))
+
+
+def rope_base(config: PreTrainedConfig, head_dim: int) -> float:
+    """Return the base of RoPE's frequencies."""
+    factor = _alpha(config) ** (head_dim / (head_dim - 2)) if _alpha(config) else 1.0
+    return float(rope_parameters(config)["rope_theta"] * factor)
+
+
+def _alpha(config: PreTrainedConfig) -> float:
+    """Return the alpha by which Hunyuan's base is scaled, which its files call dynamic; 0: there is none."""
+    rope = rope_parameters(config)
+    dynamic = config.model_type == "hunyuan_v1_dense" and rope.get("rope_type") == "dynamic"
+    return float(rope.get("alpha") or 0.0) if dynamic else 0.0
 
 
 def context_length(config: PreTrainedConfig) -> int:

@@ -17,6 +17,12 @@ _WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]
 _CASES_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LINES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = r"| ?[^\s\p{L}\p{N}]+" + _LINES
+_THREE_STEPS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # Chinese and Japanese
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 SPLITS = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
@@ -25,8 +31,9 @@ SPLITS = {
     "|".join(_WORDS) + r"|\p{N}" + _CASES_REST: "tekken",
     _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
     r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
+    "\n".join(_THREE_STEPS): "deepseek-v3",
 }
-"""llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
+"""llama.cpp's name of a rule, by the regular expressions in tokenizer.json, one on a line."""
 WHOLE_WORDS = {"llama-bpe": "smaug-bpe", "tekken": None}
 """Rules by which llama.cpp takes a whole word that is a token before it merges; and what it calls the same
 split without that."""
@@ -120,10 +127,12 @@ def splitting_rule(content: dict[str, Any]) -> str | None:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and again:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not again:  # otherwise ByteLevel splits the pieces once more
+    *splits, last = kinds or [""]
+    # otherwise ByteLevel splits the pieces once more
+    if splits and {*splits} == {"Split"} and last == "ByteLevel" and not again:
         # in some files with the characters \r and \n themselves
-        pattern = steps[0]["pattern"].get("Regex", "")
-        rule = SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n"))
+        patterns = (step["pattern"].get("Regex", "") for step in steps[:-1])
+        rule = SPLITS.get("\n".join(p.replace("\r", r"\r").replace("\n", r"\n") for p in patterns))
         whole = content["model"].get("ignore_merges", False)
         return rule if whole or rule not in WHOLE_WORDS else WHOLE_WORDS[rule]
     return None

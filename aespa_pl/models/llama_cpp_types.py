@@ -7,10 +7,9 @@ IQ4_NL, which is as large and loses less.
 Source: ``llama-quant.cpp`` of llama.cpp v0.5.0 with an importance matrix; the tests compare with its files.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-
-from transformers import PreTrainedConfig
 
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.models.family import BlockLayout, Projection, Role
@@ -61,19 +60,24 @@ class MixtureModel:
 
     blocks: int
     queries: int
-    """Query heads for each key/value head."""
+    """Query heads for each key/value head of the first block; 0 where it has no attention."""
     large: bool
     """Whether llama.cpp knows it as one of 70 billion weights."""
     experts: int = 0
     """Experts of a block."""
+    values: tuple[int, ...] = ()
+    """Blocks with values, which are counted by themselves; empty: all."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, layout: BlockLayout, architecture: str) -> "MixtureModel":
-        """Read it off a model's configuration; the architecture is llama.cpp's."""
-        blocks, queries = int(config.num_hidden_layers), layout.heads // layout.key_value_heads
+    def of(cls, layouts: Sequence[BlockLayout], architecture: str) -> "MixtureModel":
+        """Read it off the layouts of all blocks; the architecture is llama.cpp's."""
+        layout, blocks = layouts[0], len(layouts)
+        kinds = [{matrix_of(each, p) for p in each.projections} for each in layouts]
+        values = tuple(i for i, of_block in enumerate(kinds) if Matrix.VALUE in of_block)
+        queries = layout.heads // layout.key_value_heads if 0 in values else 0
         plain = architecture == LARGE_KINDS[0] and queries == 1
         large = architecture in LARGE_KINDS and blocks == LARGE and not plain
-        return cls(blocks, queries, large, 0 if layout.mixture is None else layout.mixture.count)
+        return cls(blocks, queries, large, 0 if layout.mixture is None else layout.mixture.count, values)
 
 
 def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
@@ -111,7 +115,10 @@ def mixture_type(
 
 def _larger(name: str, matrix: Matrix, block: int, model: MixtureModel) -> str | None:
     """Return the type of a matrix that a mixture makes larger, else None."""
-    n, first_eighth = model.blocks, block < model.blocks // 8
+    n = model.blocks
+    if matrix is Matrix.VALUE and model.values:
+        block, n = model.values.index(block), len(model.values)
+    first_eighth = block < n // 8
     often = first_eighth or block >= 7 * n // 8 or (block - n // 8) % 3 == 2
     many_queries = model.queries >= MANY_QUERIES
     rules: dict[str, tuple[str | None, str | None, str | None]] = {  # of value, down, attention output

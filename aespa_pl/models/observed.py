@@ -22,6 +22,22 @@ IMPLEMENTATION = "aespa_observed"
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """Holds RoPE of an attention: ``x * cos + rotate_half(x) * sin`` of the first r columns of a head."""
+
+    cos: Tensor
+    """Cosines ``[L, r]``."""
+    sin: Tensor
+    """Sines ``[L, r]``."""
+    neighbours: bool = False
+    """Whether columns 2i and 2i + 1 are turned, not i and i + r / 2 (GLM-4, ERNIE 4.5)."""
+    before_norm: bool = False
+    """Whether norms on query and key heads come after it (Hunyuan); else before it."""
+    query_factor: Tensor | None = None
+    """Numbers ``[L]`` that queries are multiplied by after the rotation (Ministral 3); None: 1."""
+
+
+@dataclass(frozen=True)
 class Attention:
     """Holds queries, keys and masks of one attention layer for one batch."""
 
@@ -40,13 +56,10 @@ class Attention:
     """The c of a score s that becomes ``c tanh(s / c)`` before masks and softmax; None: it stays."""
     sinks: Tensor | None = None
     """Scores ``[n_h]`` that each row has beside those of its keys (gpt-oss); None: it has no others."""
-    rotation: tuple[Tensor, Tensor] | None = None
-    """``cos, sin``, each ``[L, r]``, of the rotation ``x * cos + rotate_half(x) * sin`` of the first r
-    columns of a head; None without RoPE."""
+    rotation: Rotation | None = None
+    """RoPE of queries and keys; None without."""
     gate: Tensor | None = None
     """Numbers ``[B, n_h, L, d_h]`` that the attention's output is multiplied by (Qwen3-Next); None: 1."""
-    query_factor: Tensor | None = None
-    """Numbers ``[L]`` that queries are multiplied by after the rotation (Ministral 3); None: 1."""
     query_inverse_square: Tensor | None = None
     """Numbers ``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
     key_inverse_square: Tensor | None = None

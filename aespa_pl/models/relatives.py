@@ -80,9 +80,47 @@ class Phi3Family(LlamaFamily):
 
     def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the parts of the second fused matrix."""
-        size, module = config.intermediate_size, "mlp.gate_up_proj"
-        up = Projection("up_proj", module, rows=(size, 2 * size))
-        return Projection("gate_proj", module, rows=(0, size)), up
+        return _gate_and_up(config)
+
+
+class Glm4Family(LlamaFamily):
+    """Adapts GLM-4: a norm before and one after each sublayer, gate and up in one matrix.
+
+    RoPE turns neighbours in a part of each head.
+    """
+
+    title = "GLM-4"
+    model_types = ("glm4",)
+    norms_after = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    rotates_neighbours = True
+
+    def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
+        """Return the parts of the fused matrix."""
+        return _gate_and_up(config)
+
+
+class ErnieFamily(LlamaFamily):
+    """Adapts the dense models of ERNIE 4.5, in which RoPE turns neighbours."""
+
+    title = "ERNIE 4.5 (dense)"
+    model_types = ("ernie4_5",)
+    rotates_neighbours = True
+
+
+class HunyuanFamily(LlamaFamily):
+    """Adapts the dense models of Hunyuan, in which norms on query and key heads come after RoPE."""
+
+    title = "Hunyuan (dense)"
+    model_types = ("hunyuan_v1_dense",)
+    head_norms = ("query_layernorm", "key_layernorm")
+    rotates_before_norms = True
+
+
+def _gate_and_up(config: PreTrainedConfig) -> tuple[Projection, ...]:
+    """Return gate and up as parts of one matrix, rows after rows."""
+    size, module = config.intermediate_size, "mlp.gate_up_proj"
+    up = Projection("up_proj", module, rows=(size, 2 * size))
+    return Projection("gate_proj", module, rows=(0, size)), up
 
 
 class Gemma3Family(LlamaFamily):

@@ -8,10 +8,16 @@ from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -101,6 +107,26 @@ def ministral3() -> PreTrainedModel:
     return Ministral3ForCausalLM(
         Ministral3Config(**LLAMA, **PLAIN, num_key_value_heads=2, head_dim=HEAD_SIZE, rope_parameters=rope)
     )
+
+
+def ernie() -> PreTrainedModel:
+    """Rotate neighbours."""
+    return Ernie4_5ForCausalLM(Ernie4_5Config(**LLAMA, num_key_value_heads=2, head_dim=HEAD_SIZE))
+
+
+def glm4() -> PreTrainedModel:
+    """Rotate neighbours among 4 of the 6 columns of a head."""
+    return Glm4ForCausalLM(
+        Glm4Config(
+            **LLAMA, **PLAIN, num_key_value_heads=2, head_dim=HEAD_SIZE, partial_rotary_factor=0.7,
+            attention_bias=False,
+        )
+    )  # fmt: skip
+
+
+def hunyuan() -> PreTrainedModel:
+    """Normalize queries and keys after RoPE."""
+    return HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**LLAMA, num_key_value_heads=2, head_dim=HEAD_SIZE))
 
 
 def gemma3() -> PreTrainedModel:

@@ -20,9 +20,12 @@ from tests.calibration.collected import (
     WIDTH,
     bloom,
     collect,
+    ernie,
     gemma3,
+    glm4,
     granite,
     grouped,
+    hunyuan,
     hybrid,
     llama,
     make,
@@ -109,17 +112,20 @@ def rotations_of(model: PreTrainedModel, *, queries: bool) -> list[Tensor]:
         return [torch.eye(HEAD_SIZE, dtype=torch.float64)]
     rope = config.rope_parameters
     base = rope.get("full_attention", rope)["rope_theta"]
-    turned = 4 if kind in ("phi3", "qwen3_5_text") else HEAD_SIZE
+    turned = 4 if kind in ("phi3", "qwen3_5_text", "glm4") else HEAD_SIZE
+    neighbours = kind in ("ernie4_5", "glm4")
     found = []
     for t in range(LENGTH):
         R = torch.eye(HEAD_SIZE, dtype=torch.float64)
-        R[:turned, :turned] = reference.rotation_matrix(t, turned, base)
+        R[:turned, :turned] = reference.rotation_matrix(t, turned, base, neighbours=neighbours)
         far = kind == "ministral3" and queries
         found.append(R * (1 + 0.5 * math.log(1 + t // 3)) if far else R)
     return found
 
 
-@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped, window, granite, phi3, smollm3, ministral3])
+@pytest.mark.parametrize(
+    "model_of", [opt, bloom, llama, grouped, window, granite, phi3, smollm3, ministral3, ernie, glm4]
+)
 def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
@@ -172,11 +178,11 @@ def test_norm_on_heads_scales_the_error_of_each_token() -> None:
     assert float(d @ G @ d) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model_of", [qwen3, gemma3, olmo2, hybrid])
+@pytest.mark.parametrize("model_of", [qwen3, gemma3, olmo2, hybrid, hunyuan])
 def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
-    """As above; the norm's factor ``weight / rms`` comes before the rotation.
+    """As above; the norm's factor ``weight / rms`` comes before the rotation, in Hunyuan after it.
 
     In the approximation the token's x, its position and its rms are independent of each other.
     """
@@ -189,9 +195,11 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     if model_of is olmo2:  # X is the residual stream, whose tokens count relative to their size
         size = X.square().mean(-1, keepdim=True)
         counted = X * (1 / size / (1 / size).mean()).sqrt()
+    names = ("query_layernorm", "key_layernorm") if model_of is hunyuan else ("q_norm", "k_norm")
+    norms = [getattr(attention, name) for name in names]
     sides = (
-        (statistics.g_query, seen[0].key, attention.q_proj, attention.q_norm),
-        (statistics.g_key, seen[0].query, attention.k_proj, attention.k_norm),
+        (statistics.g_query, seen[0].key, attention.q_proj, norms[0]),
+        (statistics.g_key, seen[0].query, attention.k_proj, norms[1]),
     )
     for G, other_side, projection, norm in sides:
         heads = G.shape[0]
@@ -204,8 +212,10 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
         gain = (1 / (square + model.config.rms_norm_eps)).mean(0)
         others = other_side.transpose(0, 1).flatten(1, 2)  # [its heads, tokens, d_h]
         for h in range(heads):
+            of_weights = torch.diag(weights[h])
             rotations = [
-                R @ torch.diag(weights[h]) for R in rotations_of(model, queries=G is statistics.g_query)
+                of_weights @ R if model_of is hunyuan else R @ of_weights
+                for R in rotations_of(model, queries=G is statistics.g_query)
             ]
             group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
             error = sum(scores_by_hand(others[g], dW, counted, rotations) for g in group) / len(group)

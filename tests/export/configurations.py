@@ -5,11 +5,15 @@ from typing import Any
 
 from transformers import (
     BloomConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    HunYuanDenseV1Config,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -148,6 +152,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo3-odd": lambda: llama(
         Olmo3Config, tie_word_embeddings=False,
         layer_types=["full_attention", "sliding_attention"],
+    ),
+    "glm4": lambda: llama(Glm4Config, head_dim=64, tie_word_embeddings=False),
+    "ernie4.5": lambda: llama(Ernie4_5Config, head_dim=64),
+    "hunyuan": lambda: llama(
+        HunYuanDenseV1Config, head_dim=64,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+    ),
+    "lfm2": lambda: llama(
+        Lfm2Config, num_hidden_layers=3, block_multiple_of=32,
+        layer_types=["conv", "full_attention", "conv"],
     ),
     "qwen2": lambda: llama(Qwen2Config),
     "qwen3": lambda: llama(Qwen3Config, head_dim=32),

@@ -49,12 +49,18 @@ BLOOM_LAYERS = {
     "dense_4h_to_h": "mlp.dense_4h_to_h",
 }
 PHI3_LAYERS = {name: LLAMA_LAYERS[name] for name in ("o_proj", "down_proj")}
+GLM4_LAYERS = PHI3_LAYERS | {name: LLAMA_LAYERS[name] for name in ("q_proj", "k_proj", "v_proj")}
+LFM2_LAYERS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")}
+LFM2_LAYERS |= {"in_proj": "conv.in_proj"} | {name: f"feed_forward.{name}" for name in ("w1", "w2", "w3")}
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "bloom": {"self_attention.query_key_value": ("query", "key", "value")},
     "phi3": {
         "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
     },
+    "glm4": {"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+    # in each block one of both, which have one name
+    "lfm2": {"self_attn.out_proj": ("out_proj",), "conv.out_proj": ("out_proj",)},
 }
 """Projections of the layers that hold several, by model type."""
 GATED: dict[str, tuple[str, ...]] = {"self_attn.q_proj": ("q_proj", "q_gate")}
@@ -63,7 +69,8 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FUSED |= dict.fromkeys(HYBRIDS, GATED)
 HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != "q_proj"}
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
-LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
+LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS, "glm4": GLM4_LAYERS}
+LAYERS |= {"lfm2": LFM2_LAYERS}
 LAYERS |= dict.fromkeys(HYBRIDS, HYBRID_LAYERS)
 
 
@@ -216,6 +223,8 @@ def rows_of(kind: str, name: str, part: int, count: int) -> list[int]:
         parts = 3 if kind == "bloom" else 2
         size = count // (parts * HEADS)
         return [(parts * head + part) * size + i for head in range(HEADS) for i in range(size)]
+    if name == "out_proj":
+        return list(range(count))
     if name.startswith(("gate", "up")):
         return list(range(part * count // 2, (part + 1) * count // 2))
     ends = [0, count // 2, 3 * count // 4, count]  # two query heads for each key and value head

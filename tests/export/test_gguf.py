@@ -164,6 +164,12 @@ def test_symmetric_grids_need_one_bit_less(
             for kind in ("linear", "full")
         ),
         ("smollm3", {"mlp_bias": True}, "llama.cpp has no smollm3 with mlp_bias True"),
+        ("ernie4.5", {"use_bias": True}, "llama.cpp has no ernie4_5 with use_bias True"),
+        ("hunyuan", {"attention_bias": True}, "llama.cpp has no hunyuan_v1_dense with attention_bias True"),
+        *(
+            ("lfm2", {"layer_types": [kind] * 3}, "a lfm2 without both convolutions and attention")
+            for kind in ("conv", "full_attention")
+        ),
         *(
             (name, {"rope_parameters": LLAMA_3}, "llama.cpp has no rope_type llama3 in a " + name)
             for name in ("smollm3", "qwen2", "qwen3", "olmo2", "gemma2")

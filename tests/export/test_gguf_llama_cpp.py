@@ -21,7 +21,7 @@ from tests.export.configurations import llama
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import llama_cpp, write
 from tests.export.runs import VOCABULARY, Known, make_run, save_original
-from tests.export.test_gguf_vocabulary import LLAMA_3, MARKS, O200K, SEED, TEKKEN, split
+from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SEED, TEKKEN, split
 
 
 @llama_cpp
@@ -55,6 +55,7 @@ from tests.export.test_gguf_vocabulary import LLAMA_3, MARKS, O200K, SEED, TEKKE
             )
         ),
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
+        *((name, 4, 32) for name in ("glm4", "ernie4.5", "hunyuan", "lfm2")),
         *(
             (name, 4, 32)
             for name in (
@@ -134,19 +135,20 @@ def test_llama_cpp_splits_text_as_the_tokenizer_does(known: MakeRun, tmp_path: P
 
 @llama_cpp
 @pytest.mark.parametrize(
-    ("pattern", "whole"),
+    ("patterns", "whole"),
     [
-        (LLAMA_3, True),
-        (LLAMA_3, False),
-        (LLAMA_3.replace("{1,3}", ""), False),
-        (MARKS, False),
-        (SEED, False),
-        (O200K, False),
-        (TEKKEN, True),
+        ((LLAMA_3,), True),
+        ((LLAMA_3,), False),
+        ((LLAMA_3.replace("{1,3}", ""),), False),
+        ((MARKS,), False),
+        ((SEED,), False),
+        ((O200K,), False),
+        ((TEKKEN,), True),
+        (CHINESE, False),
     ],
 )
 def test_llama_cpp_splits_text_by_the_rule_of_the_name(
-    pattern: str, *, whole: bool, fresh: Known, tmp_path: Path
+    patterns: tuple[str, ...], *, whole: bool, fresh: Known, tmp_path: Path
 ) -> None:
     """Each rule lets another of the pairs merge: digits, cases, a mark with the end of the line, or none.
 
@@ -155,7 +157,7 @@ def test_llama_cpp_splits_text_by_the_rule_of_the_name(
     merges = [("1", "2"), (".", "Ċ"), ("Ġ", "t"), ("'", "s"), ("Ċ", "Ċ"), ("t", "h"), ("e", "T"), ("/", "Ċ")]
     tokens = [*sorted(ByteLevel.alphabet()), *map("".join, merges), "Ġcat"]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
-    tokenizer.pre_tokenizer = split(pattern)
+    tokenizer.pre_tokenizer = split(*patterns)
     tokenizer.save(str(fresh.original / "tokenizer.json"))
     write(fresh, tmp_path / "out")
     text = "the cat's 12 hats.\n\nthe  theTheatre 'S naïve e\u0301t\u0301 日本.\r\n 12 and/\n theTHE cat"

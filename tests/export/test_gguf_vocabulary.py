@@ -39,12 +39,19 @@ MARKS = (
 """Qwen3.5's."""
 TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
 """Ministral 3's."""
+CHINESE = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001 - as the file has it
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Hunyuan's, as DeepSeek's; one after the other."""
 BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 BYTES_ALONE = ByteLevel(add_prefix_space=False)
 
 
-def split(pattern: str) -> PreTokenizer:
-    return Sequence([Split(Regex(pattern), "isolated"), BYTES])
+def split(*patterns: str) -> PreTokenizer:
+    return Sequence([*(Split(Regex(pattern), "isolated") for pattern in patterns), BYTES])
 
 
 def fields(folder: Path, size: int) -> dict[str, Any]:
@@ -105,6 +112,7 @@ def test_tokens_with_their_types(tmp_path: Path) -> None:
         (split(MARKS), "qwen35"),
         (split(SEED), "seed-coder"),
         (split(O200K), "gpt-4o"),
+        (split(*CHINESE), "deepseek-v3"),
         (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "bloom"),  # noqa: RUF001 - its punctuation
     ],
 )

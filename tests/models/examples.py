@@ -12,11 +12,15 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    HunYuanDenseV1Config,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -65,8 +69,14 @@ HYBRID = {
     "layer_types": ["full_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 
+ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0}
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
+    "logits_scaling": 5.0,
+}  # fmt: skip
 PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Special tokens, where the library's own defaults lie outside of the vocabulary."""
+CONVOLUTIONS = ["full_attention", "conv", "full_attention"]
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -102,16 +112,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         LLAMA,
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
     ),
-    "granite": lambda: config(
-        GraniteConfig,
-        LLAMA,
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.7,
-            "logits_scaling": 5.0,
-        },
-    ),
+    "granite": lambda: config(GraniteConfig, LLAMA, GRANITE),
     "smollm3": lambda: config(
         SmolLM3Config,
         LLAMA,
@@ -211,6 +212,10 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "exaone4-full": lambda: config(
         Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     ),
+    "glm4": lambda: config(Glm4Config, LLAMA, PLAIN, {"head_dim": 8}),
+    "ernie4.5": lambda: config(Ernie4_5Config, LLAMA, {"head_dim": 8, "use_bias": True}),
+    "hunyuan": lambda: config(HunYuanDenseV1Config, LLAMA, {"head_dim": 8, "rope_parameters": ALPHA}),
+    "lfm2": lambda: config(Lfm2Config, LLAMA, {"num_key_value_heads": 4, "layer_types": CONVOLUTIONS}),
     "qwen3-moe": lambda: config(Qwen3MoeConfig, LLAMA, MOE),
     "qwen3-moe-dense-first": lambda: config(
         Qwen3MoeConfig, LLAMA, MOE, {"mlp_only_layers": [0], "norm_topk_prob": True}

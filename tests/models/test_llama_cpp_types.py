@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import (
     BloomConfig,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -81,8 +82,8 @@ def in_order(text: str, blocks: int, mixture: str) -> list[str]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['mixture']}")
 def test_types_are_those_of_llama_cpps_own_file(row: dict[str, str]) -> None:
     config, blocks, hidden = config_of(row), int(row["blocks"]), int(row["hidden"])
-    layout, mixture = family_of(config).layout(config), row["mixture"]
-    model = MixtureModel.of(config, layout, architecture_of(config).name)
+    layouts, mixture = family_of(config).layouts(config), row["mixture"]
+    model, layout = MixtureModel.of(layouts, architecture_of(config).name), layouts[0]
     widths = {
         Matrix.DOWN: int(row["intermediate"]),
         Matrix.ATTENTION_OUTPUT: int(row["heads"]) * int(row["head_dim"]),
@@ -117,8 +118,43 @@ def test_linear_attention_has_the_types_of_llama_cpps_own_file(
         vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
+    check_types(config, mixture, expected)
+
+
+CONVOLUTIONS = [i not in (2, 5, 8, 10, 12, 14) for i in range(16)]
+"""Which blocks of LFM2 350M have convolutions."""
+OUTPUTS = " ".join("Q2_K*1" if conv else "Q3_K*1" for conv in CONVOLUTIONS)
+
+
+@pytest.mark.parametrize(
+    ("first", "mixture", "expected"),
+    [
+        (0, "Q2_K", {"in_proj": "Q2_K", "out_proj": OUTPUTS, "v_proj": "Q3_K"}),
+        (0, "Q2_K_S", {"v_proj": "Q2_K", "w2": "Q4_K*2 Q2_K*14"}),
+        (0, "Q3_K_M", {"in_proj": "Q3_K", "v_proj": "Q5_K*2 Q4_K*4", "w2": "Q5_K*1 Q4_K*15"}),
+        (0, "Q4_K_S", {"in_proj": "Q4_K", "v_proj": "Q5_K*4 Q4_K*2", "w2": "Q5_K*2 Q4_K*14"}),
+        (0, "Q4_K_M", {"in_proj": "Q4_K", "v_proj": "Q4_K*2 Q6_K*1 Q4_K*2 Q6_K*1", "w1": "Q4_K"}),
+        (0, "IQ4_XS", {"v_proj": "IQ4_XS", "in_proj": "IQ4_XS"}),
+        (2, "Q2_K", {"v_proj": "Q4_K", "w2": "Q3_K"}),
+        (2, "IQ4_XS", {"v_proj": "Q5_K"}),
+    ],
+)
+def test_convolutions_have_the_types_of_llama_cpps_own_file(
+    first: int, mixture: str, expected: dict[str, str]
+) -> None:
+    """As in the table, with the blocks from ``first`` on; it decides whether queries share values."""
+    order = [*CONVOLUTIONS[first:], *CONVOLUTIONS[:first]]
+    config = Lfm2Config(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=2, layer_types=["conv" if conv else "full_attention" for conv in order],
+        block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
+    check_types(config, mixture, expected)
+
+
+def check_types(config: PreTrainedConfig, mixture: str, expected: dict[str, str]) -> None:
     layouts = family_of(config).layouts(config)
-    model = MixtureModel.of(config, layouts[0], architecture_of(config).name)
+    model = MixtureModel.of(layouts, architecture_of(config).name)
     found: dict[str, list[str]] = {}
     for block, layout in enumerate(layouts):
         for p in layout.projections:

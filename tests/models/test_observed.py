@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aespa_pl.models import family_of
@@ -29,13 +29,21 @@ def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:
     return seen
 
 
+def attends(block: nn.Module) -> bool:
+    return not (hasattr(block, "linear_attn") or hasattr(block, "conv"))
+
+
 def windows(model: PreTrainedModel) -> list[int]:
     """Return how far back each block with attention sees."""
     kinds = getattr(model.config, "layer_types", None)
     if kinds is None:
         everywhere = getattr(model.config, "sliding_window", None) or LENGTH
         return [everywhere] * model.config.num_hidden_layers
-    return [WINDOW if kind == "sliding_attention" else LENGTH for kind in kinds if "linear" not in kind]
+    return [
+        WINDOW if kind == "sliding_attention" else LENGTH
+        for kind in kinds
+        if kind.endswith("attention") and "linear" not in kind
+    ]
 
 
 def explicit_probabilities(
@@ -78,8 +86,7 @@ def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> N
     scale = {"granite": 0.7, "gemma2": 5**-0.5, "gemma3": 5**-0.5}.get(name)
     cap = model.config.attn_logit_softcapping if name == "gemma2" else None
     shared = layout.heads // layout.key_value_heads
-    blocks = model.get_submodule(family_of(model.config).blocks_path)
-    blocks = [block for block in blocks if not hasattr(block, "linear_attn")]
+    blocks = [block for block in model.get_submodule(family_of(model.config).blocks_path) if attends(block)]
     for block, attention, window in zip(blocks, observe(model, ids), windows(model), strict=True):
         assert attention.query.shape == (1, layout.heads, LENGTH, layout.head_dim)
         assert attention.key.shape == (1, layout.key_value_heads, LENGTH, layout.head_dim)
@@ -106,7 +113,7 @@ def test_observed_block_gives_the_same_bits(name: str, dtype: torch.dtype) -> No
     hidden, arguments = family.embed(model, ids)
     for block in model.get_submodule(family.blocks_path):
         plain = family.run_block(block, hidden, arguments)
-        if hasattr(block, "linear_attn"):
+        if not attends(block):
             continue
         seen: list[Attention] = []
         with family.observe_attention(model, block, seen.append):
