@@ -238,7 +238,7 @@ def load(network: Any, file: Path) -> None:
         if name not in theirs:  # factors of RoPE, which the configuration gives as well
             continue
         value, layer, parameter = stored, name.split(".")[-2], theirs.pop(name)
-        if architecture.rotates_neighbours and layer in heads:  # rows i and i + d_head / 2 are side by side
+        if architecture.moves_pairs and layer in heads:  # rows i and i + d_head / 2 are side by side
             value = value.unflatten(0, (heads[layer], -1, 2)).transpose(1, 2).flatten(0, 2)
         if layer.endswith("norm"):
             value = value - architecture.norm_offset

@@ -28,6 +28,8 @@ LEVELS = {  # of other libraries' loggers
     "lightning.pytorch.profilers": logging.INFO,  # what the user has asked for
     "lightning.fabric.utilities": logging.WARNING,  # of their processes
     "huggingface_hub": logging.ERROR,  # eight lines of retries
+    "transformers.modeling_rope_utils": logging.ERROR,  # of Hunyuan's alpha, which the model does read
+    "transformers.integrations.hub_kernels": logging.ERROR,  # of kernels that a CPU doesn't have
 }
 MESSAGES = (  # warnings of other libraries that a walk would repeat for each block
     ".*does not have many workers.*",

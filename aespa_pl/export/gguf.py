@@ -22,7 +22,14 @@ from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed, padded
-from aespa_pl.export.gguf_metadata import ENDS, add_metadata, add_vocabulary, lost_end_tokens, rope_factors
+from aespa_pl.export.gguf_metadata import (
+    ENDS,
+    add_metadata,
+    add_vocabulary,
+    lost_end_tokens,
+    rope_factors,
+    unnamed_start,
+)
 from aespa_pl.export.gguf_model import (
     candidate_type,
     column_order,
@@ -130,6 +137,8 @@ class Gguf(Format):
             remarks.append("llama.cpp rounds the range of YaRN's frequencies, so long contexts differ there")
         if adds_spaces(model.original):
             remarks.append("llama.cpp puts a space behind each added token, the model's tokenizer does not")
+        if start := unnamed_start(model.pretrained.tokenizer()):
+            remarks.append(f"llama.cpp begins no text with {start}, as the model's tokenizer does")
         if lost := lost_end_tokens(model.original, int(model.pretrained.config.vocab_size)):
             ids = ", ".join(map(str, lost))
             remarks.append(

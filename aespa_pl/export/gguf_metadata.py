@@ -90,13 +90,12 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
 
 
 def _feed_forward_length(model: QuantizedModel) -> int:
-    """Return the columns of the last matrix of a dense block; LFM2 has others than config.json says."""
-    config = model.pretrained.config
-    stated = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    if not getattr(config, "block_auto_adjust_ff_dim", False):
-        return stated
-    down = f"{model.family.blocks_path}.0.feed_forward.w2.weight"
-    return model.pretrained.tensors[down].shape[1]
+    """Return the columns of the last matrix of a dense block; config.json has none, or others, of some."""
+    layout = model.layouts[0]
+    if layout.mixture is not None:
+        return int(model.pretrained.config.intermediate_size)
+    last = layout.groups[-1].projections[0]
+    return model.pretrained.tensors[f"{model.family.blocks_path}.0.{last.module}.weight"].shape[1]
 
 
 def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
@@ -214,6 +213,13 @@ def _end_tokens(folder: Path) -> list[int]:
 def lost_end_tokens(folder: Path, size: int) -> list[int]:
     """Return the ids of tokens that end a text in transformers, and that a GGUF file has no name for."""
     return _SpecialTokens(folder, size).lost if len(_end_tokens(folder)) >= len(ENDS) else []
+
+
+def unnamed_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the tokens that each text begins with, unless it is BOS alone: a GGUF file asks for no other."""
+    ids, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    start = ids[: ids.index(plain[0])] if plain and plain[0] in ids else []
+    return "" if start == [tokenizer.bos_token_id] else "".join(tokenizer.convert_ids_to_tokens(start))
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -33,7 +33,7 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     architecture = architecture_of(model.pretrained.config)
     if architecture.divides_fused and first.fused[1] > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
         return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
-    if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):
+    if architecture.moves_pairs and first.role in (Role.QUERY, Role.KEY):
         return rows.view(-1, 2, layout.head_dim // 2).transpose(1, 2).flatten()
     return None
 

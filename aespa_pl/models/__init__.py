@@ -19,6 +19,7 @@ from aespa_pl.models.relatives import (
     Gemma2Family,
     Gemma3Family,
     Glm4Family,
+    GlmFamily,
     GraniteFamily,
     HunyuanFamily,
     OlmoFamily,
@@ -27,7 +28,7 @@ from aespa_pl.models.relatives import (
 
 FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
-    OlmoFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(), Qwen3MoeFamily(),
+    OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(), Qwen3MoeFamily(),
     MixtralFamily(), HybridFamily(), GptOssFamily(),
 )  # fmt: skip
 
@@ -47,7 +48,9 @@ MISSING = {
     "olmo_hybrid": "linear attention",
     "granitemoehybrid": "Mamba layers",
     "lfm2_vl": "its image encoder; the text model alone, lfm2, is supported",
+    **dict.fromkeys(("ernie4_5_vl_moe", "glm4v"), "its image encoder"),
     **dict.fromkeys(("lfm2_moe", "ernie4_5_moe", "glm4_moe"), "a router with corrected scores"),
+    "hunyuan_v1_moe": "its mixture of experts",
 }
 """Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""
 

@@ -163,9 +163,13 @@ def refuse_no_tokenizer(folder: Path) -> None:
     """Refuse a folder without a tokenizer that this installation can read."""
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
+        of_code = next((file.name for file in sorted(folder.glob("*.tiktoken"))), None)
+        advice = "copy it from the model's origin"
+        if of_code is not None:  # such code is never run
+            advice = f"{of_code} is read by code of the model alone: take a copy of it with tokenizer.json"
         raise UserError(
             f"model.pretrained: no tokenizer in {folder}: expected one of "
-            f"{', '.join(TOKENIZER_FILES)}; copy it from the model's origin"
+            f"{', '.join(TOKENIZER_FILES)}; {advice}"
         )
     if present == ["tokenizer.model"] and find_spec("sentencepiece") is None:
         # transformers would ask for tiktoken, which can't read it either

@@ -37,6 +37,14 @@ class LlamaFamily(Family):
     """Paths of the modules that read the residual stream first, in attention and feed-forward network."""
     norms_before: ClassVar[bool] = True
     """Whether these are norms, which nothing but the projections reads."""
+    output: ClassVar[str] = "o_proj"
+    """Name of the attention's last projection."""
+    mlp: ClassVar[tuple[str, str, str, str]] = ("mlp", "gate_proj", "up_proj", "down_proj")
+    """Names of the feed-forward network and of its projections."""
+    fused_mlp: ClassVar[bool] = False
+    """Whether the rows of its first two are one matrix, ``gate_up_proj``."""
+    final_norm: ClassVar[str] = "norm"
+    """Name of the norm before the head."""
     norms_after: ClassVar[tuple[str | None, str | None]] = (None, None)
     """Paths of the norms that the outputs of attention and feed-forward network pass on their way."""
     half_rotations: ClassVar[bool] = False
@@ -74,8 +82,10 @@ class LlamaFamily(Family):
         attention_fold, mlp_fold = norms if self.norms_before else (None, None)
         added = partial(Projection, residual_factor=self.residual_factor(config))
         of_attention, of_mlp = zip(self.starts, self.norms_after, strict=True)
-        output = added("o_proj", "self_attn.o_proj", residual=of_attention[0], norm=of_attention[1])
-        down = added("down_proj", "mlp.down_proj", residual=of_mlp[0], norm=of_mlp[1])
+        where = f"self_attn.{self.output}"
+        output = added(self.output, where, residual=of_attention[0], norm=of_attention[1])
+        mlp, _, up, last = self.mlp
+        down = added(last, f"{mlp}.{last}", residual=of_mlp[0], norm=of_mlp[1])
         # A value row that several query heads share meets several columns of o_proj, each with a
         # zeta of its own.
         own_values = config.num_attention_heads == config.num_key_value_heads
@@ -84,7 +94,7 @@ class LlamaFamily(Family):
             (self.attention_inputs(config), attention_fold),
             ((output,), FoldIntoRows("v_proj") if own_values else None),
             (self.mlp_inputs(config), mlp_fold),
-            ((down,), FoldIntoRows("up_proj")),  # its input is act(gate) * up, linear in up
+            ((down,), FoldIntoRows(up)),  # its input is act(gate) * up, linear in up
         )
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
@@ -93,7 +103,11 @@ class LlamaFamily(Family):
 
     def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the projections that see the input of the feed-forward network."""
-        return tuple(Projection(f"{name}_proj", f"mlp.{name}_proj") for name in ("gate", "up"))
+        mlp, *names, _ = self.mlp
+        if self.fused_mlp:
+            size, module = config.intermediate_size, f"{mlp}.gate_up_proj"
+            return tuple(Projection(n, module, rows=(i * size, (i + 1) * size)) for i, n in enumerate(names))
+        return tuple(Projection(name, f"{mlp}.{name}") for name in names)
 
     def residual_factor(self, config: PreTrainedConfig) -> float:
         """Return what the outputs of the sublayers are multiplied by before they are added."""
@@ -136,7 +150,7 @@ class LlamaFamily(Family):
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Run final norm and head."""
-        return cast(Tensor, model.lm_head(model.model.norm(hidden)))
+        return cast(Tensor, model.lm_head(model.model.get_submodule(self.final_norm)(hidden)))
 
     @contextmanager
     def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:

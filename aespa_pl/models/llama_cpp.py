@@ -19,8 +19,8 @@ class Architecture:
     """Describes one architecture of llama.cpp."""
 
     name: str
-    rotates_neighbours: bool = False
-    """RoPE turns columns 2i and 2i + 1 of a head; in transformers' weights the pair is i and i + d_h/2."""
+    moves_pairs: bool = False
+    """Whether RoPE turns columns 2i and 2i + 1 of a head where transformers turns i and i + d_h/2."""
     divides_fused: bool = False
     """Fused projections follow one another there; in transformers' weights their rows alternate by heads."""
     activation: str = "silu"
@@ -45,7 +45,7 @@ class Architecture:
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 UNBIASED = {"attention_bias": False}
-LLAMA = Architecture("llama", rotates_neighbours=True, scales_each=True)
+LLAMA = Architecture("llama", moves_pairs=True, scales_each=True)
 GEMMA = Architecture(
     "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only={**TIED, **UNBIASED}
 )
@@ -54,9 +54,9 @@ HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True, only=UNBIASED
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "ministral3": Architecture("mistral3", rotates_neighbours=True),
+    "ministral3": Architecture("mistral3", moves_pairs=True),
     "granite": replace(LLAMA, name="granite"),
-    "smollm3": Architecture("smollm3", rotates_neighbours=True, only={**UNBIASED, "mlp_bias": False}),
+    "smollm3": Architecture("smollm3", moves_pairs=True, only={**UNBIASED, "mlp_bias": False}),
     "phi3": Architecture("phi3", divides_width=True),
     "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
     "qwen2": Architecture("qwen2", divides_width=True),
@@ -66,6 +66,7 @@ ARCHITECTURES = {
     "olmo2": OLMO,
     "olmo3": OLMO,
     "exaone4": Architecture("exaone4", windows=True, window_blocks=64, scales_each=True, divides_width=True),
+    "glm": Architecture("chatglm", divides_width=True),
     "glm4": Architecture("glm4"),
     "ernie4_5": Architecture("ernie4_5", only={"use_bias": False}),
     "hunyuan_v1_dense": Architecture("hunyuan-dense", only=UNBIASED),
@@ -91,7 +92,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written."""
 USUAL_BETAS = 32.0, 1.0
 """YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
-PARTIAL = ("phi3", "glm4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PARTIAL = ("phi3", "glm", "glm4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
@@ -123,7 +124,7 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     return (
         _unsupported_heads(config, architecture)
-        or _unsupported_linear_attention(config)
+        or _unsupported_kinds(config)
         or _unsupported_rope(config, architecture)
         or _unsupported_windows(config, architecture)
         or _unsupported_scores(config, architecture)
@@ -138,9 +139,9 @@ def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> 
     return None
 
 
-def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
+def _unsupported_kinds(config: PreTrainedConfig) -> str | None:
     kinds = attention_kinds(config)
-    # without a full block llama.cpp does not fail, but ends the whole process
+    # without attention llama.cpp does not fail, but ends the whole process
     if config.model_type == "lfm2" and set(kinds) != {CONVOLUTION, FULL}:
         return "llama.cpp can't load a lfm2 without both convolutions and attention"
     if hasattr(config, "linear_key_head_dim") and set(kinds) != {LINEAR, FULL}:
@@ -257,20 +258,21 @@ def rounds_yarn(config: PreTrainedConfig) -> bool:
 
 def rope_type(config: PreTrainedConfig) -> str:
     """Return the scaling of RoPE's frequencies."""
-    return "default" if _alpha(config) else str(rope_parameters(config).get("rope_type", "default"))
+    stated = str(rope_parameters(config).get("rope_type", "default"))
+    return stated if _alpha(config) is None else "default"
 
 
 def rope_base(config: PreTrainedConfig, head_dim: int) -> float:
     """Return the base of RoPE's frequencies."""
-    factor = _alpha(config) ** (head_dim / (head_dim - 2)) if _alpha(config) else 1.0
+    factor = (_alpha(config) or 1.0) ** (head_dim / (head_dim - 2))
     return float(rope_parameters(config)["rope_theta"] * factor)
 
 
-def _alpha(config: PreTrainedConfig) -> float:
-    """Return the alpha by which Hunyuan's base is scaled, which its files call dynamic; 0: there is none."""
+def _alpha(config: PreTrainedConfig) -> float | None:
+    """Return what scales the base of Hunyuan's RoPE, which its files call dynamic; None: nothing."""
     rope = rope_parameters(config)
     dynamic = config.model_type == "hunyuan_v1_dense" and rope.get("rope_type") == "dynamic"
-    return float(rope.get("alpha") or 0.0) if dynamic else 0.0
+    return rope.get("alpha") or None if dynamic else None
 
 
 def context_length(config: PreTrainedConfig) -> int:

@@ -40,6 +40,8 @@ FEW_EXPERTS = 8
 LARGE = 80
 """Blocks of the models with 70 billion weights, whose values get a larger type."""
 LARGE_KINDS = ("llama", "qwen2")
+COUNTED = ("lfm2",)
+"""Architectures whose files have the number of key/value heads of each block, 0 where it has no attention."""
 
 
 class Matrix(StrEnum):
@@ -60,7 +62,7 @@ class MixtureModel:
 
     blocks: int
     queries: int
-    """Query heads for each key/value head of the first block; 0 where it has no attention."""
+    """Query heads for each key/value head, as llama.cpp reads it off the first block."""
     large: bool
     """Whether llama.cpp knows it as one of 70 billion weights."""
     experts: int = 0
@@ -74,7 +76,9 @@ class MixtureModel:
         layout, blocks = layouts[0], len(layouts)
         kinds = [{matrix_of(each, p) for p in each.projections} for each in layouts]
         values = tuple(i for i, of_block in enumerate(kinds) if Matrix.VALUE in of_block)
-        queries = layout.heads // layout.key_value_heads if 0 in values else 0
+        queries = layout.heads // layout.key_value_heads
+        if architecture in COUNTED and 0 not in values:
+            queries = 0
         plain = architecture == LARGE_KINDS[0] and queries == 1
         large = architecture in LARGE_KINDS and blocks == LARGE and not plain
         return cls(blocks, queries, large, 0 if layout.mixture is None else layout.mixture.count, values)

@@ -67,6 +67,7 @@ class Phi3Family(LlamaFamily):
 
     title = "Phi-3, Phi-4"
     model_types = ("phi3",)
+    fused_mlp = True
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the parts of the first fused matrix."""
@@ -78,25 +79,22 @@ class Phi3Family(LlamaFamily):
             for role, rows in zip(QKV, bounds, strict=True)
         )
 
-    def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
-        """Return the parts of the second fused matrix."""
-        return _gate_and_up(config)
 
-
-class Glm4Family(LlamaFamily):
-    """Adapts GLM-4: a norm before and one after each sublayer, gate and up in one matrix.
-
-    RoPE turns neighbours in a part of each head.
-    """
+class GlmFamily(LlamaFamily):
+    """Adapts GLM-4: gate and up are one matrix, and RoPE turns neighbours in a part of each head."""
 
     title = "GLM-4"
-    model_types = ("glm4",)
-    norms_after = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    model_types: ClassVar[tuple[str, ...]] = ("glm",)
+    fused_mlp = True
     rotates_neighbours = True
 
-    def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
-        """Return the parts of the fused matrix."""
-        return _gate_and_up(config)
+
+class Glm4Family(GlmFamily):
+    """Adapts GLM-4-0414, which has a norm behind each sublayer as well."""
+
+    title = "GLM-4-0414"
+    model_types = ("glm4",)
+    norms_after = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
 
 class ErnieFamily(LlamaFamily):
@@ -114,13 +112,6 @@ class HunyuanFamily(LlamaFamily):
     model_types = ("hunyuan_v1_dense",)
     head_norms = ("query_layernorm", "key_layernorm")
     rotates_before_norms = True
-
-
-def _gate_and_up(config: PreTrainedConfig) -> tuple[Projection, ...]:
-    """Return gate and up as parts of one matrix, rows after rows."""
-    size, module = config.intermediate_size, "mlp.gate_up_proj"
-    up = Projection("up_proj", module, rows=(size, 2 * size))
-    return Projection("gate_proj", module, rows=(0, size)), up
 
 
 class Gemma3Family(LlamaFamily):

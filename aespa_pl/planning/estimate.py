@@ -180,7 +180,7 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     setup, shape, devices = needs.setup, needs.setup.shape, needs.setup.devices
     too_much = f": too much, {human(max(needs.room.free, 0.0), 'B')} may be taken"
     most = needs.room.free + (0 if setup.on_cpu else needs.room.waiting)
-    parameters = shape.blocks * shape.block_weights + shape.stem_weights
+    parameters = shape.in_blocks + shape.stem_weights
     stream = human(setup.work.stream_bytes(shape.hidden), "B")
     host = f"hidden states: {stream} a stream, {setup.data.hidden_states}"
     host += ", and all that the device needs" if setup.on_cpu else ""
@@ -198,7 +198,8 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     device = needs.device.items()
     largest = max(needs.waiting, key=needs.waiting.__getitem__)
     waiting = f", {largest}" if needs.waiting[largest] else ""
-    blocks = f"{shape.blocks} blocks of {human(shape.block_weights)}"
+    of_block = max(one.block_weights for one in shape.kinds)
+    blocks = f"{shape.blocks} blocks of {human(of_block)}"
     return [
         ("model", f"{human(parameters)} parameters", blocks),
         ("device memory", human(max(needs.device.values()), "B"), on_device),

@@ -40,9 +40,6 @@ FRAGMENTED = 1.25
 """Memory that a CPU takes for blocks with experts, of that of their tensors: matrices of a MB come from the
 heap, whose free pieces do not fit all others, and each number of tokens has programs of its own. 1.06 to 1.27
 were measured over the phases of a block with 64 experts."""
-LINEAR_ATTENTION = 6
-"""Numbers in float32 that linear attention has at once for a token and a row of its first projections; 5.7 to
-7.4 were measured for Gated DeltaNet in chunks on a CPU."""
 CHECKPOINT_BYTES = 3 * FLOAT
 """Bytes in a checkpoint of a weight whose rounding is learned: the rounding variable and two moments. The
 checkpoint is there twice while one replaces another."""
@@ -105,10 +102,8 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         in_group = max(in_group, (2 + 4 * original) * shape.hidden + 3 * shape.widest_input)
     in_group *= work.tokens
     # queries and keys, X and A X of a value head (or A^T A and its product with X), scores and A of a chunk;
-    in_attention = 0
-    if not shape.attends:
-        in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
-    elif value_bytes(shape, settings):
+    in_attention = work.tokens * shape.mixed
+    if value_bytes(shape, settings):
         text = work.segments * work.length
         every = stride(settings.objective.value_tokens, text, work.length, shape.hidden)
         rows = max(row_count(chunk) for chunk in chunks(work.length, every))
@@ -264,8 +259,8 @@ def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> in
 def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) -> int:
     """Return the bytes that a run has on disk; a weight in the model's files has ``stored_bytes``."""
     shape, settings = setup.shape, setup.quantization
-    model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
-    integers, on_disk = shape.blocks * shape.weights, setup.data.hidden_states == "disk"
+    model, integers = (shape.in_blocks + shape.stem_weights) * stored_bytes, shape.integers
+    on_disk = setup.data.hidden_states == "disk"
     hidden = hidden_bytes(shape, setup.work, settings) if on_disk else 0
     values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
     if partition.experts:  # little of the statistics is in memory alone
@@ -277,12 +272,17 @@ def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) ->
 
 def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: int) -> dict[str, int]:
     """Return the bytes on disk while each part of a run is learned; no two of them are there at once."""
+    each = [_waiting_bytes(one, settings, stored_bytes) for one in shape.kinds]
+    return {what: max(of_kind[what] for of_kind in each) for what in each[0]}
+
+
+def _waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: int) -> dict[str, int]:
     learning, of_model = sum(m.size for m in shape.learned(settings)), settings.tuning.model
     of_block = 2 * CHECKPOINT_BYTES * learning
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
         of_block = max(of_block, 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning)
     waiting = {"two checkpoints of a block": of_block}
-    replaced, integers = shape.block_weights * stored_bytes + shape.weights, shape.blocks * shape.weights
+    replaced, integers = shape.block_weights * stored_bytes + shape.weights, shape.integers
     if of_model.enabled and not of_model.integer_rate:
         waiting["a block that replaces another"] = replaced
     elif of_model.enabled and of_model.blocks == "disk":

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from aespa_pl.calibration.end_loss import MOST_ROWS
 from aespa_pl.models import family_of
+from aespa_pl.models.block_kinds import LINEAR, attention_kinds
 from aespa_pl.models.family import BlockLayout, Role
 from aespa_pl.models.headers import skeleton
 from aespa_pl.models.weights import projection_weight
@@ -18,6 +19,12 @@ from aespa_pl.settings import DataSettings, QuantizationSettings
 
 FLOAT, HALF = 4, 2
 """Bytes of a float32, and of a float16."""
+LINEAR_ATTENTION = 8
+"""Numbers that linear attention keeps for a token and a row of its first projections; 7.7 were measured for
+Gated DeltaNet in chunks with a backward pass, and 5.7 to 7.4 without."""
+CONVOLVED = 4
+"""Numbers that a short convolution keeps for a token and a channel: what is convolved, the same padded, what
+comes out, and its product with a gate."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ class Shape:
 
     blocks: int
     block_weights: int
-    """Number of parameters of the largest block, norms and biases included."""
+    """Number of parameters of the largest block with attention, norms and biases included."""
+    in_blocks: int
+    """Number of parameters of all blocks."""
     stem_weights: int
     matrices: tuple[Matrix, ...]
     """Projections of the largest block with attention; time is computed as if all blocks were of its kind."""
@@ -59,6 +68,8 @@ class Shape:
     of_blocks: tuple[Mapping[str, Matrix], ...]
     """Projections of each block that are quantized, by name."""
     hidden: int
+    kind: str
+    """What the largest block has for attention (``models/block_kinds.py``)."""
     other: "Shape | None" = None
     """The same with the largest block without attention; None: all have it."""
 
@@ -79,9 +90,19 @@ class Shape:
             if not kind:
                 continue
             i = max(kind, key=lambda block: (quantized[block], in_blocks[block]))
-            matrices = tuple(of_blocks[i].values())
             found = cls(
-                len(blocks), in_blocks[i], stem, matrices, layouts[i], forms, vocab, of_blocks, hidden, found
+                blocks=len(blocks),
+                block_weights=in_blocks[i],
+                in_blocks=sum(in_blocks),
+                stem_weights=stem,
+                matrices=tuple(of_blocks[i].values()),
+                layout=layouts[i],
+                forms_probabilities=forms,
+                vocabulary=vocab,
+                of_blocks=of_blocks,
+                hidden=hidden,
+                kind=attention_kinds(config)[i],
+                other=found,
             )
         return cast(Shape, found)
 
@@ -91,10 +112,23 @@ class Shape:
         return self.layout.attended_group is not None
 
     @property
-    def linear_rows(self) -> int:
-        """Return the rows of the first projections of a block with linear attention; 0 with another."""
+    def kinds(self) -> "list[Shape]":
+        """Return the shape of each kind of block, as if all blocks were of it."""
+        return [replace(self, other=None), *([] if self.other is None else [self.other])]
+
+    @property
+    def integers(self) -> int:
+        """Return the number of quantized weights of all blocks."""
+        return sum(matrix.size for block in self.of_blocks for matrix in block.values())
+
+    @property
+    def mixed(self) -> int:
+        """Return the numbers of a token that what stands in the place of attention has at once; 0 with it."""
+        if self.attends:
+            return 0
         first = self.layout.groups[0].name
-        return 0 if self.attends else sum(m.rows for m in self.matrices if m.group == first)
+        rows = sum(matrix.rows for matrix in self.matrices if matrix.group == first)
+        return LINEAR_ATTENTION * rows if self.kind == LINEAR else CONVOLVED * self.hidden
 
     @property
     def weights(self) -> int:

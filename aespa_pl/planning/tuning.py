@@ -1,7 +1,5 @@
 """Compute the memory of the tuning, of blocks as a whole and of the model end to end."""
 
-from dataclasses import replace
-
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -44,9 +42,6 @@ LOGITS = 6
 PASSING = 3
 """Tensors of the size of a mini-batch's hidden states on the device, beside a block that was read from disk:
 its input, its output by segment and as a whole; the same of gradients."""
-LINEAR_ATTENTION = 8
-"""Numbers that linear attention keeps for a token and a row of its first projections; 7.7 were measured for
-Gated DeltaNet in chunks."""
 
 
 def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
@@ -55,7 +50,7 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     if not tuning.enabled:
         return 0
     if shape.other is not None:
-        return max(block_bytes(one, work, settings) for one in _kinds(shape))
+        return max(block_bytes(one, work, settings) for one in shape.kinds)
     weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
     weights += max(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
     at_once = 1 if tuning.parametrization == "straight-through" else AT_ONCE
@@ -73,7 +68,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     if not tuning.enabled:
         return 0
     if shape.other is not None:
-        return max(model_bytes(one, work, settings, recompute=recompute) for one in _kinds(shape))
+        return max(model_bytes(one, work, settings, recompute=recompute) for one in shape.kinds)
     on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
     running = work.length if on_disk else tokens
     of_weight, in_forward, at_once = MODEL_BYTES, FLOAT, 1
@@ -101,7 +96,7 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
     if shape.other is not None:
-        return max(streaming_bytes(one, work, settings) for one in _kinds(shape))
+        return max(streaming_bytes(one, work, settings) for one in shape.kinds)
     inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
     offsets = OFFSET_BYTES if tuning.integer_rate else 0
     return inputs + (offsets + (1 + offsets if shape.blocks > 1 else 0)) * shape.weights
@@ -118,8 +113,7 @@ def streamed_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> 
     offset = OFFSET_BYTES if tuning.integer_rate else 0
     batches = work.segments / int(tuning.batch_size)
     steps, validated = tuning.epochs * (1 - held) * batches, (tuning.epochs + 1) * held * batches
-    weights = sum(m.size for block in shape.of_blocks for m in block.values())
-    return float(weights * (steps * (2 * (1 + offset) + offset) + validated * (1 + offset)))
+    return float(shape.integers * (steps * (2 * (1 + offset) + offset) + validated * (1 + offset)))
 
 
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
@@ -127,15 +121,10 @@ def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: f
     return model_bytes(shape, work, settings, recompute=False) > free
 
 
-def _kinds(shape: Shape) -> list[Shape]:
-    """Return the shape of each kind of block, as if all blocks were of it."""
-    return [replace(shape, other=None), *([] if shape.other is None else [shape.other])]
-
-
 def activation_bytes(shape: Shape, work: Work) -> int:
     """Return the bytes for each token of what a block keeps for the backward pass."""
     numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + 6 * shape.hidden
-    numbers += LINEAR_ATTENTION * shape.linear_rows
+    numbers += shape.mixed
     if shape.forms_probabilities:
         numbers += 3 * shape.layout.heads * work.length
     return int(FLOAT * numbers)

@@ -10,6 +10,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GlmConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -153,6 +154,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         Olmo3Config, tie_word_embeddings=False,
         layer_types=["full_attention", "sliding_attention"],
     ),
+    "glm": lambda: llama(GlmConfig, head_dim=32, tie_word_embeddings=False),
     "glm4": lambda: llama(Glm4Config, head_dim=64, tie_word_embeddings=False),
     "ernie4.5": lambda: llama(Ernie4_5Config, head_dim=64),
     "hunyuan": lambda: llama(

@@ -58,7 +58,7 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
         "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
     },
-    "glm4": {"mlp.gate_up_proj": ("gate_proj", "up_proj")},
+    **{kind: {"mlp.gate_up_proj": ("gate_proj", "up_proj")} for kind in ("glm", "glm4")},
     # in each block one of both, which have one name
     "lfm2": {"self_attn.out_proj": ("out_proj",), "conv.out_proj": ("out_proj",)},
 }
@@ -69,8 +69,8 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FUSED |= dict.fromkeys(HYBRIDS, GATED)
 HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != "q_proj"}
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
-LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS, "glm4": GLM4_LAYERS}
-LAYERS |= {"lfm2": LFM2_LAYERS}
+LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
+LAYERS |= {"glm": GLM4_LAYERS, "glm4": GLM4_LAYERS, "lfm2": LFM2_LAYERS}
 LAYERS |= dict.fromkeys(HYBRIDS, HYBRID_LAYERS)
 
 

@@ -24,7 +24,7 @@ GRIDS = [*product(FAMILIES[:1], (2, 3, 4, 8), GROUP_SIZES), *((name, 3, 32) for 
 ENDS = (
     *("llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"),
     *("granite", "smollm3", "ministral3", "fused", "gemma2", "gemma3", "olmo3", "exaone4"),
-    *("seed-oss-biased", "glm4", "ernie4.5", "hunyuan", "lfm2"),
+    *("seed-oss-biased", "glm", "glm4", "ernie4.5", "hunyuan", "lfm2"),
 )
 """Models with biases, heads of their own and rows of any width."""
 

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.gguf_metadata import add_vocabulary
+from aespa_pl.export.gguf_metadata import add_vocabulary, unnamed_start
 from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
 
 LLAMA_3 = (
@@ -194,3 +194,17 @@ def test_bytes_of_a_changed_text_are_refused(
     save_bytes(tmp_path, rule, normalizer=normalizer)
     found = unsupported_tokenizer(tmp_path)
     assert found is None if changes is None else f"does ({changes})" in str(found)
+
+
+@pytest.mark.parametrize(("template", "named"), [("<s> $A", ""), ("<tool> <s> $A", "<tool><s>"), ("$A", "")])
+def test_start_of_a_text_that_a_file_can_not_ask_for_is_named(
+    template: str, named: str, tmp_path: Path
+) -> None:
+    save_bytes(tmp_path, split(LLAMA_3))
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokens = [("<s>", 3), ("<tool>", 4)]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=tokens)
+    tokenizer.save(path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert unnamed_start(PreTrainedTokenizerFast.from_pretrained(tmp_path)) == named

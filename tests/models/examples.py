@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GlmConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -212,6 +213,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "exaone4-full": lambda: config(
         Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     ),
+    "glm": lambda: config(GlmConfig, LLAMA, PLAIN, {"head_dim": 8}),
     "glm4": lambda: config(Glm4Config, LLAMA, PLAIN, {"head_dim": 8}),
     "ernie4.5": lambda: config(Ernie4_5Config, LLAMA, {"head_dim": 8, "use_bias": True}),
     "hunyuan": lambda: config(HunYuanDenseV1Config, LLAMA, {"head_dim": 8, "rope_parameters": ALPHA}),

@@ -151,6 +151,8 @@ def test_sentencepiece_is_named_where_it_is_needed(folder: Path, monkeypatch: py
 def test_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     refused(folder, f"no tokenizer in {folder}: expected one of tokenizer.json")
+    (folder / "hy.tiktoken").touch()
+    refused(folder, "hy.tiktoken is read by code of the model alone: take a copy of it with tokenizer.json")
 
 
 def test_no_weights(folder: Path) -> None:

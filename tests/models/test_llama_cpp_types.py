@@ -21,6 +21,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from aespa_pl.models import family_of
@@ -119,6 +120,17 @@ def test_linear_attention_has_the_types_of_llama_cpps_own_file(
         num_key_value_heads=2, head_dim=64,
     )  # fmt: skip
     check_types(config, mixture, expected)
+
+
+@pytest.mark.parametrize(("mixture", "expected"), [("Q2_K", "Q4_K"), ("IQ4_XS", "Q5_K")])
+def test_first_block_without_values_counts_where_files_have_one_number_of_heads(
+    mixture: str, expected: str
+) -> None:
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, num_experts=16,
+    )  # fmt: skip
+    check_types(config, mixture, {"v_proj": expected})
 
 
 CONVOLUTIONS = [i not in (2, 5, 8, 10, 12, 14) for i in range(16)]

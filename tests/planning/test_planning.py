@@ -26,7 +26,8 @@ def test_shape_is_that_of_a_real_model(name: str) -> None:
     blocks = model.get_submodule(family.blocks_path)
     assert found.blocks == len(blocks)
     in_blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    # those without attention are described beside it
+    assert max(kind.block_weights for kind in found.kinds) == max(in_blocks)
+    assert found.in_blocks == sum(in_blocks)
     attend = [family.layout(model.config, i).attended_group is not None for i in range(len(blocks))]
     largest = max(count for count, attends in zip(in_blocks, attend, strict=True) if attends)
     assert found.block_weights == largest
