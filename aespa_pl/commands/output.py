@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from rich import box
 from rich.console import Console
@@ -29,8 +30,8 @@ LEVELS = {  # of other libraries' loggers
     "lightning.fabric.utilities": logging.WARNING,  # of their processes
     "huggingface_hub": logging.ERROR,  # eight lines of retries
     "transformers.modeling_rope_utils": logging.ERROR,  # of Hunyuan's alpha, which the model does read
-    "transformers.integrations.hub_kernels": logging.ERROR,  # of kernels that a CPU doesn't have
 }
+KERNELS = "transformers.integrations.hub_kernels"  # its advice is of kernels that a CPU doesn't have
 MESSAGES = (  # warnings of other libraries that a walk would repeat for each block
     ".*does not have many workers.*",
     ".*exists and is not empty.*",  # of a continued block
@@ -91,10 +92,11 @@ def print_table(console: Console, text: TextTable) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep other libraries' messages about each Trainer and model off the screen in this context."""
-    before = {name: logging.getLogger(name).level for name in LEVELS}
+    levels = LEVELS if torch.cuda.is_available() else {**LEVELS, KERNELS: logging.ERROR}
+    before = {name: logging.getLogger(name).level for name in levels}
     bars, hook = transformers.utils.logging.is_progress_bar_enabled(), threading.excepthook
     with warnings.catch_warnings():
-        for name, level in LEVELS.items():
+        for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
         for message in MESSAGES:
             warnings.filterwarnings("ignore", message=message)
