@@ -22,9 +22,8 @@ FLOAT, HALF = 4, 2
 LINEAR_ATTENTION = 8
 """Numbers that linear attention keeps for a token and a row of its first projections; 7.7 were measured for
 Gated DeltaNet in chunks with a backward pass, and 5.7 to 7.4 without."""
-CONVOLVED = 4
-"""Numbers that a short convolution keeps for a token and a channel: what is convolved, the same padded, what
-comes out, and its product with a gate."""
+CONVOLVED = 2
+"""Numbers that a short convolution keeps for a token and a channel: what is convolved, and what comes out."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ import gguf
 import pytest
 import torch
 from gguf import GGUFReader
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -138,3 +140,15 @@ def test_the_chat_template_is_the_one_that_transformers_takes(tmp_path: Path) ->
     assert fields(tmp_path, 5)["chat_template"] == "of the configuration"
     (tmp_path / "chat_template.jinja").write_text("of its own file")
     assert fields(tmp_path, 5)["chat_template"] == "of its own file"
+
+
+def test_tokens_that_llama_cpp_begins_no_text_with_are_named(fresh: Known) -> None:
+    model = QuantizedModel.open(fresh.folder)
+    file = str(fresh.folder / "model" / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    pair = [("<s>", 256), ("</s>", 257)]
+    tokenizer.post_processor = TemplateProcessing(single="</s> <s> $A", special_tokens=pair)
+    tokenizer.save(file)
+    remark = Gguf().remark(model)
+    assert remark is not None
+    assert remark.startswith("llama.cpp begins no text with </s><s>, as the model's tokenizer does")

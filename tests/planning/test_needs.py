@@ -13,7 +13,7 @@ from aespa_pl.planning.needs import batch_bytes, disk_bytes, hessian_bytes, host
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import ObjectiveSettings, QuantizationSettings
-from tests.models.examples import EXAMPLES
+from tests.models.examples import EXAMPLES, make_ours
 from tests.planning.shapes import ALL_TOKENS, PAPER, WORK, device_bytes, setup, shape
 
 
@@ -102,6 +102,19 @@ def test_hidden_states_are_in_memory_or_on_disk() -> None:
     assert disk[1] - disk[0] == 2 * stream
     largest = max(device_bytes(s, WORK, settings).values())
     assert host_bytes(setup(s, WORK, settings, on_disk=True)) == host[1] + largest
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "llama"])
+def test_the_disk_holds_every_parameter_and_every_integer(name: str) -> None:
+    """Blocks may differ in size."""
+    model, settings = make_ours(name), resolved(QuantizationSettings(method="rtn"))
+    layouts = family_of(model.config).layouts(model.config)
+    blocks = model.get_submodule(family_of(model.config).blocks_path)
+    modules = ((block, {p.module for p in of.projections}) for block, of in zip(blocks, layouts, strict=True))
+    integers = sum(block.get_submodule(path).weight.numel() for block, paths in modules for path in paths)
+    parameters = sum(p.numel() for p in model.parameters())
+    found = [disk_bytes(setup(shape(name), WORK, settings), stored) for stored in (1, 2)]
+    assert found == [parameters + integers, 2 * parameters + integers]
 
 
 def test_accelerators_groups_block_types_and_polish_take_memory() -> None:
