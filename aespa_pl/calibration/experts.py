@@ -55,8 +55,7 @@ class ExpertSums:
         shift = moved = root = None
         if original is not None:
             moved, root = output_shift(seen, original, name, seen.inputs[self.first].shape)
-            if self.mixture.shared_gate is not None:  # all experts of a token make up for it together
-                moved /= scores.sum(1, keepdim=True).clamp(min=1)
+            moved /= scores.sum(1, keepdim=True).clamp(min=1)  # a token's experts make up for it together
             shift = rows(original.inputs[name]) - X_all
         for input_name, p in self.inputs.items():
             token, place = routed(indices, cast(int, p.expert))

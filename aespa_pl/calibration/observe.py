@@ -68,9 +68,9 @@ def observing(
         if mixture is not None:
             name = mixture.module
             _before(stack, module(name), partial(_keep_input, seen.inputs, name, 1))
-            _after(stack, module(mixture.router), partial(_keep_routing, seen))
+            _after(stack, module(mixture.router), partial(_keep_routing, seen, mixture))
             if mixture.shared_gate is not None:
-                _after(stack, module(mixture.shared_gate), partial(_keep_shared, seen, mixture.count))
+                _after(stack, module(mixture.shared_gate), partial(_keep_gate, seen))
             if residuals:
                 _before(stack, module(mixture.residual), partial(_keep_input, seen.residuals, name, 1))
                 _after(stack, module(name), partial(_keep_output, seen, name))
@@ -108,15 +108,19 @@ def _keep_norm(
     seen.norms[name] = (output.square().mean(-1, keepdim=True) + epsilon).rsqrt(), weight
 
 
-def _keep_routing(seen: Observation, _module: nn.Module, _arguments: object, output: Any) -> None:
-    seen.routing = output[1:]
-
-
-def _keep_shared(
-    seen: Observation, count: int, _module: nn.Module, _arguments: object, output: Tensor
+def _keep_routing(
+    seen: Observation, mixture: ExpertMixture, _module: nn.Module, _arguments: object, output: Any
 ) -> None:
-    """Add a shared expert, whose number follows those of the ``count`` others, to all tokens' routing."""
+    """Keep weights and experts of all tokens, the shared expert's among them."""
+    _, scores, indices = output
+    if mixture.shared is not None:
+        scores = torch.cat((scores, torch.ones_like(scores[:, :1])), 1)
+        indices = torch.cat((indices, torch.full_like(indices[:, :1], mixture.count)), 1)
+    seen.routing = scores, indices
+
+
+def _keep_gate(seen: Observation, _module: nn.Module, _arguments: object, output: Tensor) -> None:
+    """Keep the weights of the shared expert."""
     if seen.routing is not None:  # the router runs before
         scores, indices = seen.routing
-        everywhere = torch.full_like(indices[:, :1], count)
-        seen.routing = torch.cat((scores, output.sigmoid()), 1), torch.cat((indices, everywhere), 1)
+        seen.routing = torch.cat((scores[:, :-1], output.sigmoid()), 1), indices

@@ -13,7 +13,14 @@ from typing import Any, cast
 
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType, SpecialVocab, TokenType
+from gguf import (
+    GGML_QUANT_VERSION,
+    ExpertGatingFuncType,
+    GGUFWriter,
+    RopeScalingType,
+    SpecialVocab,
+    TokenType,
+)
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -48,6 +55,11 @@ NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
 """Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
 
 
+ROUTERS = {
+    "glm4_moe": ExpertGatingFuncType.SIGMOID, "lfm2_moe": ExpertGatingFuncType.SIGMOID,
+    "ernie4_5_moe": ExpertGatingFuncType.SOFTMAX,
+}  # fmt: skip
+"""Scores of experts, by the ``model_type`` of models whose first blocks may be dense."""
 ENDS = ("eos", "eot", "eom")
 """llama.cpp's names of tokens that end a text."""
 NEVER = (TokenType.UNUSED, TokenType.CONTROL)
@@ -62,13 +74,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.block_count)
     writer.add_feed_forward_length(_feed_forward_length(model))
-    if layout.mixture is not None:
-        writer.add_expert_count(layout.mixture.count)
-        writer.add_expert_used_count(layout.mixture.chosen)
-        length = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        writer.add_expert_feed_forward_length(length)
-    if (length := getattr(config, "shared_expert_intermediate_size", None)) is not None:
-        writer.add_expert_shared_feed_forward_length(length)
+    _add_experts(writer, model)
     writer.add_head_count(layout.heads)
     if CONVOLUTION in (kinds := attention_kinds(config)):
         writer.add_head_count_kv([layout.key_value_heads * (kind != CONVOLUTION) for kind in kinds])
@@ -89,13 +95,38 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         _add_rope(writer, config, layout.head_dim)
 
 
+def _add_experts(writer: GGUFWriter, model: QuantizedModel) -> None:
+    """Write what differs between mixtures of experts, and which blocks have one."""
+    config, mixtures = model.pretrained.config, [layout.mixture for layout in model.layouts]
+    first = next((i for i, mixture in enumerate(mixtures) if mixture is not None), None)
+    if first is None or (mixture := mixtures[first]) is None:
+        return
+    writer.add_expert_count(mixture.count)
+    writer.add_expert_used_count(mixture.chosen)
+    writer.add_expert_feed_forward_length(_columns(model, first, f"{mixture.experts}.0.down_proj"))
+    if mixture.shared is not None:
+        length = _columns(model, first, f"{mixture.shared}.down_proj")
+        writer.add_expert_shared_feed_forward_length(length)
+    if config.model_type in ROUTERS:
+        writer.add_expert_gating_func(ROUTERS[config.model_type])
+        writer.add_leading_dense_block_count(getattr(config, "moe_layer_start_index", first))
+        writer.add_expert_shared_count(getattr(config, "n_shared_experts", 0))
+        writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", True))
+        writer.add_expert_weights_scale(getattr(config, "routed_scaling_factor", 1.0))
+        writer.add_interleave_moe_layer_step(getattr(config, "moe_layer_interval", 1))
+
+
 def _feed_forward_length(model: QuantizedModel) -> int:
     """Return the columns of the last matrix of a dense block; config.json has none, or others, of some."""
     layout = model.layouts[0]
     if layout.mixture is not None:
         return int(model.pretrained.config.intermediate_size)
-    last = layout.groups[-1].projections[0]
-    return model.pretrained.tensors[f"{model.family.blocks_path}.0.{last.module}.weight"].shape[1]
+    return _columns(model, 0, layout.groups[-1].projections[0].module)
+
+
+def _columns(model: QuantizedModel, index: int, module: str) -> int:
+    """Return the columns of a linear layer of a block."""
+    return model.pretrained.tensors[f"{model.family.block_prefix(index)}{module}.weight"].shape[1]
 
 
 def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:

@@ -19,6 +19,11 @@ from aespa_pl.models.headers import opened
 from aespa_pl.models.llama_cpp import architecture_of, other_heads
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
 
+ENDINGS = {
+    ".dt_bias": ".dt_proj.bias", ".sinks": ".sinks.weight", ".gate.moe_statics.": ".moe_statics.",
+    ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
+}  # fmt: skip
+"""What ends differently in the names that the library gguf knows."""
 IDEAL_WIDTH = 256
 """A number of columns that every block type divides."""
 
@@ -98,14 +103,15 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
 def in_float32(name: str) -> bool:
     """Return whether llama.cpp has a matrix in float32: routers, convolutions, rules of linear attention."""
     large = (".ssm_in.weight", ".ssm_out.weight")
-    small = ("ffn_gate_inp", ".shortconv.conv.")
+    small = ("ffn_gate_inp", "exp_probs_b", ".shortconv.conv.")
     return any(part in name for part in small) or (".ssm_" in name and not name.endswith(large))
 
 
 def gguf_name(model: QuantizedModel, name: str) -> str:
     """Return the name of a tensor in llama.cpp, where all experts of a block are in one."""
     name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
-    name = name.replace(".dt_bias", ".dt_proj.bias").replace(".sinks", ".sinks.weight")
+    for ending, other in ENDINGS.items():
+        name = name.replace(ending, other)
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):

@@ -12,7 +12,15 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.hybrid import HybridFamily
 from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
-from aespa_pl.models.moe import GptOssFamily, MixtralFamily, Qwen3MoeFamily
+from aespa_pl.models.moe import (
+    ErnieMoeFamily,
+    Glm4MoeFamily,
+    GptOssFamily,
+    HunyuanMoeFamily,
+    Lfm2MoeFamily,
+    MixtralFamily,
+    Qwen3MoeFamily,
+)
 from aespa_pl.models.opt import OptFamily
 from aespa_pl.models.relatives import (
     ErnieFamily,
@@ -29,7 +37,8 @@ from aespa_pl.models.relatives import (
 FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
     OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(), Qwen3MoeFamily(),
-    MixtralFamily(), HybridFamily(), GptOssFamily(),
+    MixtralFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(), Lfm2MoeFamily(), HybridFamily(),
+    GptOssFamily(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
@@ -48,9 +57,7 @@ MISSING = {
     "olmo_hybrid": "linear attention",
     "granitemoehybrid": "Mamba layers",
     "lfm2_vl": "its image encoder; the text model alone, lfm2, is supported",
-    **dict.fromkeys(("ernie4_5_vl_moe", "glm4v"), "its image encoder"),
-    **dict.fromkeys(("lfm2_moe", "ernie4_5_moe", "glm4_moe"), "a router with corrected scores"),
-    "hunyuan_v1_moe": "its mixture of experts",
+    **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
 }
 """Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""
 

@@ -33,14 +33,17 @@ class ExpertMixture:
     """Number k of experts that a token is routed to."""
     residual: str
     """Path of the module whose input the output is added to."""
+    shared: str | None = None
+    """Path of the shared expert, to which all tokens are routed; its number comes after those of the others.
+    None: there is none."""
     shared_gate: str | None = None
-    """Path of the linear layer whose output, behind a sigmoid, is the weight of the shared expert. All tokens
-    are routed to this expert, whose number comes after those of the others; None: there is none."""
+    """Path of the linear layer whose output, behind a sigmoid, is the weight of the shared expert; None: its
+    weight is 1."""
 
     @property
     def total(self) -> int:
         """Return the number of experts, with the shared one."""
-        return self.count + (self.shared_gate is not None)
+        return self.count + (self.shared is not None)
 
     def share(self, expert: int) -> float:
         """Return the share of the tokens that an expert gets, on average."""

@@ -174,6 +174,8 @@ class Family(ABC):
     """Path of the list of blocks in the causal-LM model."""
     needs_bos: ClassVar[bool] = False
     """Whether the models are not meant to run on text that does not begin with BOS."""
+    exact: ClassVar[tuple[str, ...]] = ()
+    """What the names of tensors end with that are float32 at least, whatever type a model runs in."""
     forms_probabilities: ClassVar[bool] = False
     """Whether the probabilities A take memory, because the library has no fused kernel for the family."""
 

@@ -47,6 +47,8 @@ class LlamaFamily(Family):
     """Name of the norm before the head."""
     norms_after: ClassVar[tuple[str | None, str | None]] = (None, None)
     """Paths of the norms that the outputs of attention and feed-forward network pass on their way."""
+    rotary: ClassVar[str] = "rotary_emb"
+    """Name of the module that makes RoPE's cos and sin."""
     half_rotations: ClassVar[bool] = False
     """Whether cos and sin have one column for each pair of columns that is rotated (gpt-oss)."""
     rotates_neighbours: ClassVar[bool] = False
@@ -119,7 +121,8 @@ class LlamaFamily(Family):
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies; they are float32 whatever the model's type."""
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+        rotary = type(model.model.get_submodule(self.rotary))
+        model.model.set_submodule(self.rotary, rotary(model.config).to(device))
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens."""
@@ -128,7 +131,7 @@ class LlamaFamily(Family):
 
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
         """Return mask and RoPE's cos and sin, each ``[1, L, d_h]``, by the kind of block."""
-        rotary = model.model.rotary_emb
+        rotary = model.model.get_submodule(self.rotary)
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
         by_kind = hasattr(rotary, "layer_types")
         return {

@@ -71,6 +71,18 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("ernie4_5", only={"use_bias": False}),
     "hunyuan_v1_dense": Architecture("hunyuan-dense", only=UNBIASED),
     "lfm2": Architecture("lfm2", only={"conv_bias": False}),
+    "lfm2_moe": Architecture(
+        "lfm2moe",
+        only={
+            "conv_bias": False,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "ernie4_5_moe": Architecture("ernie4_5-moe", only={"use_bias": False}),
+    "hunyuan_v1_moe": Architecture("hunyuan-moe", only=UNBIASED),
+    "glm4_moe": Architecture("glm4moe", only={"n_group": 1}),
     "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}, divides_width=True),
     "qwen3_moe": Architecture("qwen3moe", only={**UNBIASED, "norm_topk_prob": True}),
     "mixtral": LLAMA,
@@ -92,7 +104,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written."""
 USUAL_BETAS = 32.0, 1.0
 """YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
-PARTIAL = ("phi3", "glm", "glm4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
@@ -120,15 +132,25 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     for name, value in architecture.only.items():
         if (stated := getattr(config, name, None)) != value:
             return f"llama.cpp has no {config.model_type} with {name} {stated}"
-    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        return "llama.cpp has experts in all blocks of a mixture of experts"
     return (
-        _unsupported_heads(config, architecture)
+        _unsupported_experts(config)
+        or _unsupported_heads(config, architecture)
         or _unsupported_kinds(config)
         or _unsupported_rope(config, architecture)
         or _unsupported_windows(config, architecture)
         or _unsupported_scores(config, architecture)
     )
+
+
+def _unsupported_experts(config: PreTrainedConfig) -> str | None:
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return "llama.cpp has experts in all blocks of a mixture of experts"
+    blocks = config.num_hidden_layers
+    if getattr(config, "moe_layer_end_index", blocks - 1) != blocks - 1:
+        return "llama.cpp has experts in the last blocks, moe_layer_end_index before them"
+    if isinstance(chosen := getattr(config, "moe_topk", 1), list) and len(set(chosen)) > 1:
+        return "llama.cpp routes to one number of experts in all blocks, moe_topk to several"
+    return None
 
 
 def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> str | None:
@@ -142,8 +164,8 @@ def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> 
 def _unsupported_kinds(config: PreTrainedConfig) -> str | None:
     kinds = attention_kinds(config)
     # without attention llama.cpp does not fail, but ends the whole process
-    if config.model_type == "lfm2" and set(kinds) != {CONVOLUTION, FULL}:
-        return "llama.cpp can't load a lfm2 without both convolutions and attention"
+    if config.model_type in ("lfm2", "lfm2_moe") and set(kinds) != {CONVOLUTION, FULL}:
+        return f"llama.cpp can't load a {config.model_type} without both convolutions and attention"
     if hasattr(config, "linear_key_head_dim") and set(kinds) != {LINEAR, FULL}:
         return f"llama.cpp can't load a {config.model_type} without both linear and full attention"
     if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
@@ -271,7 +293,9 @@ def rope_base(config: PreTrainedConfig, head_dim: int) -> float:
 def _alpha(config: PreTrainedConfig) -> float | None:
     """Return what scales the base of Hunyuan's RoPE, which its files call dynamic; None: nothing."""
     rope = rope_parameters(config)
-    dynamic = config.model_type == "hunyuan_v1_dense" and rope.get("rope_type") == "dynamic"
+    dynamic = (
+        config.model_type in ("hunyuan_v1_dense", "hunyuan_v1_moe") and rope.get("rope_type") == "dynamic"
+    )
     return rope.get("alpha") or None if dynamic else None
 
 

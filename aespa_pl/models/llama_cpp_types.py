@@ -40,7 +40,7 @@ FEW_EXPERTS = 8
 LARGE = 80
 """Blocks of the models with 70 billion weights, whose values get a larger type."""
 LARGE_KINDS = ("llama", "qwen2")
-COUNTED = ("lfm2",)
+COUNTED = ("lfm2", "lfm2moe")
 """Architectures whose files have the number of key/value heads of each block, 0 where it has no attention."""
 
 
@@ -66,7 +66,7 @@ class MixtureModel:
     large: bool
     """Whether llama.cpp knows it as one of 70 billion weights."""
     experts: int = 0
-    """Experts of a block."""
+    """Experts of a block that has some."""
     values: tuple[int, ...] = ()
     """Blocks with values, which are counted by themselves; empty: all."""
 
@@ -81,7 +81,8 @@ class MixtureModel:
             queries = 0
         plain = architecture == LARGE_KINDS[0] and queries == 1
         large = architecture in LARGE_KINDS and blocks == LARGE and not plain
-        return cls(blocks, queries, large, 0 if layout.mixture is None else layout.mixture.count, values)
+        experts = max(0 if each.mixture is None else each.mixture.count for each in layouts)
+        return cls(blocks, queries, large, experts, values)
 
 
 def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:

@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from aespa_pl.errors import UserError
 from aespa_pl.models.experts import Expert, ExpertMixture, Fused, Gated, Part, taken_apart
 from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, InputGroup, Projection
+from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
-
-SHARED = "mlp.shared_expert"
+from aespa_pl.models.relatives import ErnieFamily, HunyuanFamily
 
 
 class MixtureFamily(LlamaFamily):
@@ -25,7 +25,14 @@ class MixtureFamily(LlamaFamily):
 
     fused: ClassVar = Fused()
     """How transformers keeps the experts in memory."""
-    router: ClassVar = "mlp.gate"
+    router: ClassVar = "gate"
+    """Name of the module that routes tokens."""
+    router_layer: ClassVar = "gate"
+    """Path of what holds its weight."""
+    shared: ClassVar[str | None] = None
+    """Name of the shared expert, where a configuration may have one."""
+    shared_gate: ClassVar[str | None] = None
+    """Name of its gate."""
     linear_in_up: ClassVar = True
     """Whether a factor of an output of up is one of an input of down."""
 
@@ -33,16 +40,23 @@ class MixtureFamily(LlamaFamily):
         """Return whether a block has experts; the others are dense."""
         return True
 
+    def has_shared(self, config: PreTrainedConfig) -> bool:
+        """Return whether blocks with experts have a shared one."""
+        return self.shared is not None
+
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block: the attention's, and those of all experts."""
         dense = super().layout(config, index)
         if not self.has_experts(config, index):
             return dense
-        norm = "post_attention_layernorm"
-        gate = f"{SHARED}_gate" if hasattr(config, "shared_expert_intermediate_size") else None
+        mlp, residual = self.mlp[0], self.starts[1]
         count = int(getattr(config, "num_experts", None) or config.num_local_experts)
-        chosen = int(config.num_experts_per_tok)
-        mixture = ExpertMixture("mlp", self.router, "mlp.experts", count, chosen, norm, gate)
+        stated = config.num_experts_per_tok
+        chosen = int(stated if isinstance(stated, int) else stated[index])
+        mixture = ExpertMixture(mlp, f"{mlp}.{self.router}", f"{mlp}.experts", count, chosen, residual)
+        if self.has_shared(config):
+            gate = None if self.shared_gate is None else f"{mlp}.{self.shared_gate}"
+            mixture = replace(mixture, shared=f"{mlp}.{self.shared}", shared_gate=gate)
         groups = (*dense.groups[:2], *self.expert_groups(mixture))
         return replace(dense, groups=groups, mixture=mixture)
 
@@ -52,9 +66,11 @@ class MixtureFamily(LlamaFamily):
         All experts share the zeta of their input, because it is folded into one norm.
         """
         paths = {f"expert_{number}": f"{mixture.experts}.{number}" for number in range(mixture.count)}
-        readers: tuple[str, ...] = (self.router,)
+        readers: tuple[str, ...] = (f"{mixture.module}.{self.router_layer}",)
+        if mixture.shared is not None:
+            paths["shared_expert"] = mixture.shared
         if mixture.shared_gate is not None:
-            paths["shared_expert"], readers = SHARED, (self.router, mixture.shared_gate)
+            readers = (*readers, mixture.shared_gate)
         ups = tuple(
             Projection(f"{name}_{kind}_proj", f"{path}.{kind}_proj", expert=number)
             for number, (name, path) in enumerate(paths.items())
@@ -67,16 +83,22 @@ class MixtureFamily(LlamaFamily):
             down = Projection(f"{name}_down_proj", module, residual=added, expert=number)
             yield InputGroup(f"{name}_hidden", (down,), rows)
 
+    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
+        """Return the tensor's own name; files that hold all experts in one tensor are read as well."""
+        return ((name, None), *self.fused.places(name))
+
     def unfuse(self, model: PreTrainedModel) -> None:
         """Give every expert linear layers of its own."""
         blocks: Any = model.get_submodule(self.blocks_path)
         for index, block in enumerate(blocks):
             if self.has_experts(model.config, index):
-                fused = block.mlp.experts
-                block.mlp.experts = taken_apart(fused, self.fused, self.gated(fused))
-                if (shared := getattr(block.mlp, "shared_expert", None)) is not None:
-                    layers = (shared.gate_proj, shared.up_proj, shared.down_proj)
-                    block.mlp.shared_expert = Expert(*layers, self.gated(shared))
+                mixture = block.get_submodule(self.mlp[0])
+                gated = self.gated(mixture.experts)
+                mixture.experts = taken_apart(mixture.experts, self.fused, gated)
+                if self.has_shared(model.config):
+                    whole = mixture.get_submodule(self.shared)
+                    expert = Expert(whole.gate_proj, whole.up_proj, whole.down_proj, gated)
+                    mixture.set_submodule(self.shared, expert)
 
     def gated(self, fused: Any) -> Gated:
         """Return what joins the outputs of gate and up in the library's module of experts."""
@@ -89,15 +111,87 @@ class Qwen3MoeFamily(MixtureFamily):
 
     title = "Qwen2-MoE, Qwen3-MoE"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe", "qwen3_moe")
+    shared = "shared_expert"
+    shared_gate = "shared_expert_gate"
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
         """Return whether a block has experts; configurations may leave some blocks dense."""
         sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
         return sparse and index not in config.mlp_only_layers
 
+    def has_shared(self, config: PreTrainedConfig) -> bool:
+        """Return whether blocks with experts have a shared one."""
+        return hasattr(config, "shared_expert_intermediate_size")
+
+
+class Glm4MoeFamily(MixtureFamily):
+    """Adapts GLM-4.5 to 4.7, with a shared expert behind the first, dense blocks.
+
+    The router chooses experts by the sigmoid of its logits and a correction, and weights them without it.
+    """
+
+    title = "GLM-4.5 to 4.7"
+    model_types = ("glm4_moe",)
+    shared = "shared_experts"
+    exact = ("e_score_correction_bias",)
+
+    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
+        """Return whether a block has experts."""
+        return bool(index >= config.first_k_dense_replace)
+
+
+class ErnieMoeFamily(MixtureFamily, ErnieFamily):
+    """Adapts ERNIE 4.5 with experts, whose router has a correction as GLM-4.5's."""
+
+    title = "ERNIE 4.5 (experts)"
+    model_types = ("ernie4_5_moe",)
+    shared = "shared_experts"
+    exact = ("e_score_correction_bias", "mlp.gate.weight")
+
+    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
+        """Return whether a block has experts."""
+        first, last = config.moe_layer_start_index, config.moe_layer_end_index
+        return bool(first <= index <= last and (index + 1) % config.moe_layer_interval == 0)
+
+    def has_shared(self, config: PreTrainedConfig) -> bool:
+        """Return whether blocks with experts have a shared one; several are one matrix."""
+        return bool(config.moe_num_shared_experts)
+
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the tensor's own name; files that hold all experts in one tensor are read as well."""
-        return ((name, None), *self.fused.places(name))
+        """Return the names in files."""
+        place = name.replace(".gate.moe_statics.", ".moe_statics.")
+        return ((place, None), *super().places(name))
+
+
+class HunyuanMoeFamily(MixtureFamily, HunyuanFamily):
+    """Adapts Hunyuan with experts and a shared one."""
+
+    title = "Hunyuan (experts)"
+    model_types = ("hunyuan_v1_moe",)
+    router_layer = "gate.wg"
+    shared = "shared_mlp"
+    exact = ("gate.wg.weight",)
+
+
+class Lfm2MoeFamily(MixtureFamily, Lfm2Family):
+    """Adapts LFM2 with experts behind the first, dense blocks; the router has a correction as GLM-4.5's."""
+
+    title = "LFM2 (experts)"
+    model_types = ("lfm2_moe",)
+    rotary = "pos_emb"
+    exact = ("expert_bias",)
+
+    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
+        """Return whether a block has experts."""
+        return bool(index >= config.num_dense_layers)
+
+    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
+        """Return the names in files, which are w1, w3 and w2 in experts too."""
+        if not (fused := self.fused.places(name)):
+            return ((name, None),)
+        for kind, place in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            name = name.replace(f".{kind}_proj.", f".{place}.")
+        return ((name, None), *fused)
 
 
 class MixtralFamily(MixtureFamily):
@@ -127,7 +221,7 @@ class GptOssFamily(MixtureFamily):
     model_types = ("gpt_oss",)
     forms_probabilities = True  # no fused kernel has sinks
     fused: ClassVar = Fused(interleaved=True, transposed=True)
-    router: ClassVar = "mlp.router"
+    router = router_layer = "router"
     half_rotations = True
     linear_in_up: ClassVar = False  # up is clamped, and 1 is added to it
 

@@ -109,6 +109,10 @@ class PretrainedFolder:
         """
         return self._read([name], torch.device("cpu"), dtype or DTYPES[self.tensors[name].dtype])[name]
 
+    def run_type(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the type that a tensor has in a model that runs in ``dtype``."""
+        return torch.promote_types(dtype, torch.float32) if name.endswith(self.family.exact) else dtype
+
     def unused(self) -> str | None:
         """Say which tensors in the files the model has no place for; None if there are none."""
         if not self.extra:
@@ -219,7 +223,7 @@ class PretrainedFolder:
                 for name in (name for name in names if self.tensors[name].file == path):
                     raw = self.tensors[name].read(file)
                     # The copy frees us of the file: raw is a view of its memory map.
-                    tensors[name] = raw.to(device, dtype, copy=True)
+                    tensors[name] = raw.to(device, self.run_type(name, dtype), copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
 

@@ -226,15 +226,15 @@ def restore(module: nn.Module, source: StreamedModel, index: int, layout: BlockL
     So these values are rounded once, to the type that they are stored in, whatever type the block runs in.
     """
     prefix = source.family.block_prefix(index)
-    weights = {f"{p.module}.weight" for p in layout.projections}
+    weights, held = {f"{p.module}.weight" for p in layout.projections}, module.state_dict(keep_vars=True)
     for name in stored_types(source, index):
         if name not in weights and source.dtype != torch.float32:
             exact = source.pretrained.tensor(prefix + name, torch.float32)
-            module.get_parameter(name).data = exact.to(source.device)
+            held[name].data = exact.to(source.device)
 
 
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
-    """Return the types that the parameters of a block are stored in, by their names in the block."""
+    """Return the types that the tensors of a block are stored in, by their names in the block."""
     prefix, tensors = source.family.block_prefix(index), source.pretrained.tensors
     names = source.pretrained.block_names(index)
     return {name.removeprefix(prefix): DTYPES[tensors[name].dtype] for name in names}

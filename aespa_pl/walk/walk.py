@@ -186,15 +186,14 @@ class Walk:
         # so the blocks to come see the hidden states of the model on disk; each value is rounded once, from
         # float32 to its stored type, whatever type blocks run in
         source, layout = self.context.source, self.context.layout(index)
-        stored = {}
+        stored, held = {}, module.state_dict(keep_vars=True)
         for name, dtype in stored_types(source, index).items():
-            parameter, path = module.get_parameter(name), name.removesuffix(".weight")
+            full, path = source.family.block_prefix(index) + name, name.removesuffix(".weight")
             parts = {p.name: weights[p.name].weight() for p in layout.projections if p.module == path}
-            value = (merged(parts, layout, path) if parts else parameter.data).to(dtype)
-            parameter.data = value.to(source.dtype)
+            value = (merged(parts, layout, path) if parts else held[name].data).to(dtype)
+            held[name].data = value.to(source.pretrained.run_type(full, source.dtype))
             if self.context.world.is_first:
-                stored[source.family.block_prefix(index) + name] = value.cpu()
-        module.to(source.dtype)  # after a tuning its buffers are float32
+                stored[full] = value.cpu()
         return stored
 
     def _tune_model(self, tuner: ModelTuner, tokens: Tensor, streams: Streams) -> None:

@@ -17,6 +17,8 @@ from tests.models.examples import make_ids, make_ours
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 """Statistics are float32."""
+SIGMOIDS = ("glm4_moe", "lfm2_moe")
+"""Model types whose experts' scores are sigmoids."""
 
 
 class Bench:
@@ -25,12 +27,13 @@ class Bench:
     def __init__(self, name: str = "qwen3-moe") -> None:
         self.model = make_ours(name, torch.float32)
         self.family = family_of(self.model.config)
-        self.layout = self.family.layout(self.model.config)
+        layouts = self.family.layouts(self.model.config)
+        index = len(layouts) - 1  # the first of some are dense
+        self.layout, self.block = layouts[index], self.model.get_submodule(self.family.blocks_path)[index]
         assert self.layout.mixture is not None
         self.mixture = self.layout.mixture
-        self.block = self.model.get_submodule(self.family.blocks_path)[0]
-        self.experts = [f"mlp.experts.{number}" for number in range(self.mixture.count)]
-        self.experts += ["mlp.shared_expert"] if hasattr(self.block.mlp, "shared_expert") else []
+        self.experts = [f"{self.mixture.experts}.{number}" for number in range(self.mixture.count)]
+        self.experts += [] if self.mixture.shared is None else [self.mixture.shared]
 
     def observation(self, ids: Tensor) -> Observation:
         attention = partial(self.family.observe_attention, self.model, self.block)
@@ -59,25 +62,39 @@ class Bench:
     def routes(self, seen: Observation) -> list[tuple[int, int, float]]:
         """Return token, expert and weight of each route, by the definition of the router."""
         X = seen.inputs[self.mixture.module].flatten(0, 1).double()
-        router = self.block.get_submodule(self.mixture.router)
-        probabilities = (X @ router.weight.double().T).softmax(-1)
+        router, config = self.block.get_submodule(self.mixture.router), self.model.config
+        logits = X @ next(router.parameters()).double().T
         found = []
-        for token, row in enumerate(probabilities):
-            best = row.sort(descending=True).indices[: self.mixture.chosen].tolist()
-            total = sum(float(row[e]) for e in best) if router.norm_topk_prob else 1.0
-            found += [(token, expert, float(row[expert]) / total) for expert in best]
-            if len(self.experts) > self.mixture.count:  # all tokens go to the shared expert
-                logit = X[token] @ self.block.mlp.shared_expert_gate.weight[0].double()
+        for token, row in enumerate(
+            logits.sigmoid() if config.model_type in SIGMOIDS else logits.softmax(-1)
+        ):
+            best = self.best(row)
+            total = sum(float(row[e]) for e in best) if getattr(router, "norm_topk_prob", True) else 1.0
+            factor = getattr(config, "routed_scaling_factor", 1.0)
+            found += [(token, expert, factor * float(row[expert]) / total) for expert in best]
+            if self.mixture.shared_gate is not None:
+                logit = X[token] @ self.block.get_submodule(self.mixture.shared_gate).weight[0].double()
                 found.append((token, self.mixture.count, float(logit.sigmoid())))
+            elif self.mixture.shared is not None:
+                found.append((token, self.mixture.count, 1.0))
         return found
+
+    def best(self, scores: Tensor) -> list[int]:
+        """Return the experts that a token's scores and the corrections choose, of the best group of them."""
+        named = self.block.state_dict().items()
+        corrections = [v.flatten() for name, v in named if name.endswith(("correction_bias", "expert_bias"))]
+        corrected = scores + sum(corrections)
+        if (groups := getattr(self.model.config, "n_group", 1)) > 1:
+            parts = corrected.view(groups, -1)
+            best = max(range(groups), key=lambda i: float(parts[i].sort(descending=True).values[:2].sum()))
+            outside = [i for i in range(groups) if i != best]
+            parts[outside] = -torch.inf
+        return corrected.sort(descending=True).indices[: self.mixture.chosen].tolist()
 
     def inner(self, expert: int, x: Tensor) -> Tensor:
         """Return the input of an expert's last matrix."""
-        weights = [
-            self.block.get_parameter(f"{self.experts[expert]}.{kind}_proj.weight").double()
-            for kind in ("gate", "up")
-        ]
-        gate, up = (weight @ x for weight in weights)
+        layers = [self.block.get_submodule(f"{self.experts[expert]}.{kind}_proj") for kind in ("gate", "up")]
+        gate, up = (layer.weight.double() @ x + (0 if layer.bias is None else layer.bias) for layer in layers)
         inner: Tensor = gate * gate.sigmoid() * up
         return inner
 
@@ -99,20 +116,22 @@ def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
     return of[token], of[token]
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe"]
+)
 def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights(name: str) -> None:
     bench, ids = Bench(name), make_ids(40)
     found, seen = bench.statistics(ids), bench.observation(ids)
-    X = seen.inputs["mlp"].flatten(0, 1).double()
-    for expert, path in enumerate(bench.experts):
-        hidden = "shared_expert" if path.endswith("shared_expert") else f"expert_{expert}"
+    X = seen.inputs[bench.mixture.module].flatten(0, 1).double()
+    for expert in range(len(bench.experts)):
+        hidden = "shared_expert" if expert == bench.mixture.count else f"expert_{expert}"
         names = (f"mlp_input of expert {expert}", f"{hidden}_hidden")
         inner = torch.stack([bench.inner(expert, x) for x in X])
         for name, of in zip(names, (X, inner), strict=True):
             H, count = weighted_mean(bench, seen, expert, partial(twice, of))
             reached = found.reached[name]
             assert reached.tokens == count
-            share = max(0.0, 1 - count / len(H))
+            share = max(0.0, 1 - count / of.shape[1])
             assert reached.layer_share == pytest.approx(share)
             everything = 2 * of.T @ of / len(of)
             expected = (1 - share) * H + share * everything
@@ -148,8 +167,9 @@ def test_shifts_are_of_the_routed_tokens_and_fade_where_they_are_few() -> None:
         assert found.shifts.outputs[f"expert_{expert}_hidden"].shape == (24, 12)
 
 
-def test_shared_and_routed_experts_make_up_for_the_shift_of_the_stream_together() -> None:
-    bench, ids, other = Bench("qwen2-moe"), make_ids(40), make_ids(40)
+@pytest.mark.parametrize("name", ["qwen2-moe", "glm4-moe"])
+def test_shared_and_routed_experts_make_up_for_the_shift_of_the_stream_together(name: str) -> None:
+    bench, ids, other = Bench(name), make_ids(40), make_ids(40)
     found = bench.statistics(ids, other)
     seen, original = bench.observation(ids), bench.observation(other)
     Y, Y_fp = ((s.residuals["mlp"] + s.outputs["mlp"]) for s in (seen, original))

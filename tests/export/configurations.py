@@ -5,16 +5,20 @@ from typing import Any
 
 from transformers import (
     BloomConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -50,6 +54,7 @@ LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+HUNYUAN = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -157,13 +162,25 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm": lambda: llama(GlmConfig, head_dim=32, tie_word_embeddings=False),
     "glm4": lambda: llama(Glm4Config, head_dim=64, tie_word_embeddings=False),
     "ernie4.5": lambda: llama(Ernie4_5Config, head_dim=64),
-    "hunyuan": lambda: llama(
-        HunYuanDenseV1Config, head_dim=64,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
-    ),
+    "hunyuan": lambda: llama(HunYuanDenseV1Config, head_dim=64, rope_parameters=HUNYUAN),
     "lfm2": lambda: llama(
         Lfm2Config, num_hidden_layers=3, block_multiple_of=32,
         layer_types=["conv", "full_attention", "conv"],
+    ),
+    "glm4-moe": lambda: llama(
+        Glm4MoeConfig, head_dim=32, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2,
+        n_shared_experts=2, routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "ernie4.5-moe": lambda: llama(
+        Ernie4_5_MoeConfig, moe_intermediate_size=64, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1
+    ),
+    "hunyuan-moe": lambda: llama(
+        HunYuanMoEV1Config, head_dim=32, num_experts=8, moe_topk=8, rope_parameters=HUNYUAN
+    ),
+    "lfm2-moe": lambda: llama(
+        Lfm2MoeConfig, num_hidden_layers=3, num_dense_layers=1, moe_intermediate_size=64, num_experts=8,
+        num_experts_per_tok=2, layer_types=["conv", "full_attention", "conv"],
     ),
     "qwen2": lambda: llama(Qwen2Config),
     "qwen3": lambda: llama(Qwen3Config, head_dim=32),

@@ -26,6 +26,7 @@ from tests.export.configurations import CONFIGS, HEADS, VOCABULARY
 
 __all__ = ["CONFIGS", "HEADS", "VOCABULARY"]
 
+PARTS = ("gate", "up", "down")
 LLAMA_LAYERS = (
     {
         "q_proj": "self_attn.q_proj",
@@ -36,7 +37,7 @@ LLAMA_LAYERS = (
         "up_proj": "mlp.up_proj",
         "down_proj": "mlp.down_proj",
     }
-    | {f"shared_expert_{kind}_proj": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+    | {f"shared_expert_{part}_proj": f"mlp.shared_expert.{part}_proj" for part in PARTS}
     | {name: f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")}
 )
 OPT_LAYERS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")} | {
@@ -60,7 +61,10 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     **{kind: {"mlp.gate_up_proj": ("gate_proj", "up_proj")} for kind in ("glm", "glm4")},
     # in each block one of both, which have one name
-    "lfm2": {"self_attn.out_proj": ("out_proj",), "conv.out_proj": ("out_proj",)},
+    **{
+        kind: {"self_attn.out_proj": ("out_proj",), "conv.out_proj": ("out_proj",)}
+        for kind in ("lfm2", "lfm2_moe")
+    },
 }
 """Projections of the layers that hold several, by model type."""
 GATED: dict[str, tuple[str, ...]] = {"self_attn.q_proj": ("q_proj", "q_gate")}
@@ -70,7 +74,15 @@ FUSED |= dict.fromkeys(HYBRIDS, GATED)
 HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != "q_proj"}
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
 LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
-LAYERS |= {"glm": GLM4_LAYERS, "glm4": GLM4_LAYERS, "lfm2": LFM2_LAYERS}
+LAYERS |= {"glm": GLM4_LAYERS, "glm4": GLM4_LAYERS, "lfm2": LFM2_LAYERS, "lfm2_moe": LFM2_LAYERS}
+LAYERS |= {
+    kind: LLAMA_LAYERS | {f"shared_expert_{part}_proj": f"mlp.{shared}.{part}_proj" for part in PARTS}
+    for kind, shared in {
+        "glm4_moe": "shared_experts",
+        "ernie4_5_moe": "shared_experts",
+        "hunyuan_v1_moe": "shared_mlp",
+    }.items()
+}
 LAYERS |= dict.fromkeys(HYBRIDS, HYBRID_LAYERS)
 
 
@@ -133,6 +145,9 @@ def save_original(config: PreTrainedConfig, folder: Path, max_shard_size: str = 
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(noise * 0.06 if parameter.dim() > 1 else one + 0.2 * noise)
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("correction_bias", "expert_bias")):  # decides which experts a token has
+                tensor.copy_(torch.randn_like(tensor))
     model.half().save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)
     return folder
@@ -178,10 +193,11 @@ def make_run(
             for part, name in enumerate(names):
                 rows = rows_of(kind, name, part, len(found[0]))
                 tensors |= named(name, tuple(tensor[rows] for tensor in found))
-        for name, weight in experts_of(state, f"{block}.mlp.experts"):
+        experts = f"{block}.{'feed_forward' if kind == 'lfm2_moe' else 'mlp'}.experts"
+        for name, weight in experts_of(state, experts):
             found = round_to_nearest(weight, bits, group_size, symmetric=symmetric, forced=forced)
             weight.copy_(dequantized(*found))
-            matrices[f"{block}.mlp.experts.{name}.weight"] = found
+            matrices[f"{experts}.{name}.weight"] = found
             tensors |= named(f"expert_{name.replace('.', '_')}", found)
         save_file(tensors, folder / "blocks" / f"block_{index:03}.safetensors")
         shards.append({n: t for n, t in state.items() if n.startswith(f"{block}.")})

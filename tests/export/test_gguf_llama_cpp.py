@@ -67,6 +67,10 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
                 "qwen3.5",
                 "qwen3.5-grouped",
                 "qwen3.5-moe",
+                "glm4-moe",
+                "ernie4.5-moe",
+                "hunyuan-moe",
+                "lfm2-moe",
             )
         ),
     ],

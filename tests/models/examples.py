@@ -12,16 +12,20 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -230,6 +234,42 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3.5-moe": lambda: config(
         Qwen3_5MoeTextConfig, LLAMA, MOE, HYBRID, {"shared_expert_intermediate_size": 16}
     ),
+    "glm4-moe": lambda: config(
+        Glm4MoeConfig,
+        LLAMA,
+        {
+            "head_dim": 8,
+            "moe_intermediate_size": 12,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "ernie4.5-moe": lambda: config(
+        Ernie4_5_MoeConfig,
+        LLAMA,
+        {"moe_intermediate_size": 12, "moe_num_experts": 6, "moe_k": 2, "use_bias": True},
+    ),
+    "hunyuan-moe": lambda: config(
+        HunYuanMoEV1Config,
+        LLAMA,
+        {"head_dim": 8, "num_experts": 4, "moe_topk": [2, 1, 2], "rope_parameters": ALPHA},
+    ),
+    "lfm2-moe": lambda: config(
+        Lfm2MoeConfig,
+        LLAMA,
+        {
+            "num_key_value_heads": 4,
+            "layer_types": CONVOLUTIONS,
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+        },
+    ),
     "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": lambda: config(
         GptOssConfig,
@@ -266,6 +306,9 @@ def make_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel
         parameter.requires_grad_(requires_grad=False)
         noise = torch.randn_like(parameter)
         parameter.copy_(noise * 0.3 if parameter.dim() > 1 else 1 + 0.4 * noise)
+    for value in model.state_dict(keep_vars=True).values():
+        if not isinstance(value, torch.nn.Parameter):  # corrections of routers
+            value.copy_(0.3 * torch.randn(value.shape))
     return model
 
 

@@ -40,7 +40,7 @@ def test_shape_is_that_of_a_real_model(name: str) -> None:
     roles = [matrix.role for matrix in found.matrices]
     assert roles[:3] == [Role.QUERY, Role.KEY, Role.VALUE]
     mixture = found.layout.mixture
-    writers = 2 if mixture is None else 1 + mixture.count + (mixture.shared_gate is not None)
+    writers = 2 if mixture is None else 1 + mixture.count + (mixture.shared is not None)
     assert sum(matrix.adds_to_residual for matrix in found.matrices) == writers
 
 
