@@ -34,9 +34,10 @@ from aespa_pl.export.gguf_model import (
     candidate_type,
     column_order,
     exact_type,
+    file_shape,
     file_tensors,
     file_type,
-    gguf_name,
+    gguf_names,
     ideal_type,
     in_column_order,
     in_float32,
@@ -108,16 +109,23 @@ class Gguf(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
         """Read the file and dequantize every tensor."""
         tensors = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
+        begun: dict[str, tuple[Tensor, int]] = {}  # tensors whose other rows are still to come
         for place, names in file_tensors(model, model.names()).items():
             tensor = tensors[place]
             data = tensor.data if len(names) > 1 else tensor.data[None]
             for name, one in zip(names, data, strict=True):
                 value = torch.tensor(dequantized(one, tensor.tensor_type))
-                for dim, order in enumerate((row_order(model, name), column_order(model, name))):
-                    if order is not None:
-                        value = torch.empty_like(value).index_copy_(dim, order, value)
-                value = value.view(model.pretrained.tensors[name].shape)
-                yield name, value, int(tensor.n_bytes) // len(names)
+                if (columns := column_order(model, name)) is not None:
+                    value = torch.empty_like(value).index_copy_(1, columns, value)
+                shape, rows = model.pretrained.tensors[name].shape, row_order(model, name, place)
+                whole, size = begun.pop(name, (torch.empty(shape), 0))
+                if rows is not None:
+                    value = whole.index_copy_(0, rows, value.view(len(rows), *shape[1:]))
+                value, size = value.view(shape), size + int(tensor.n_bytes) // len(names)
+                if place == gguf_names(model, name)[-1]:
+                    yield name, value, size
+                else:
+                    begun[name] = value, size
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Say which matrices have a larger block type because of their width, or of the group size.
@@ -178,10 +186,11 @@ class Gguf(Format):
             writer.add_tensor_info("rope_freqs.weight", *what, GGMLQuantizationType.F32)
         for place, (name, *others) in file_tensors(model, model.names()).items():
             kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
+            if (order := row_order(model, name, place)) is not None:
+                shape = (len(order), *shape[1:])
+            shape = file_shape(model, name, place, shape)
             if others:  # all experts in one tensor
                 shape = (1 + len(others), *shape)
-            elif in_float32(place):  # the gate of a shared expert is a vector there, a convolution a matrix
-                shape = tuple(size for size in shape if size > 1)
             columns, size = GGML_QUANT_SIZES[kind]
             nbytes = math.prod(shape) // columns * size
             writer.add_tensor_info(place, shape, np.dtype(np.float32), nbytes, kind)
@@ -198,15 +207,17 @@ class Gguf(Format):
             writer.write_tensor_data(self._encoded(model, name, model.stem(name)))
         for index in range(model.block_count):
             tensors = model.block(index)
-            for names in file_tensors(model, model.pretrained.block_names(index)).values():
-                each = [self._encoded(model, name, tensors[name]) for name in names]
+            for place, names in file_tensors(model, model.pretrained.block_names(index)).items():
+                each = [self._encoded(model, name, tensors[name], place) for name in names]
                 writer.write_tensor_data(each[0] if len(each) == 1 else np.stack(each))
             after_block()
         writer.close()
 
-    def _encoded(self, model: QuantizedModel, name: str, value: StoredTensor) -> npt.NDArray[Any]:
-        """Return the bytes of a tensor."""
-        if (order := row_order(model, name)) is not None:
+    def _encoded(
+        self, model: QuantizedModel, name: str, value: StoredTensor, place: str = ""
+    ) -> npt.NDArray[Any]:
+        """Return the bytes of a tensor, as far as it lies in ``place``."""
+        if (order := row_order(model, name, place)) is not None:
             value = value[order] if isinstance(value, Tensor) else value.rows(order)
         value = in_column_order(model, name, value)
         if isinstance(value, TypedWeight):
@@ -229,7 +240,7 @@ class Gguf(Format):
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0
         # llama.cpp adds and multiplies vectors in float32 only
-        if len(model.pretrained.tensors[name].shape) == 1 or in_float32(gguf_name(model, name)):
+        if len(model.pretrained.tensors[name].shape) == 1 or in_float32(gguf_names(model, name)[0]):
             return GGMLQuantizationType.F32
         return PLAIN.get(model.dtype(name), GGMLQuantizationType.F32)
 

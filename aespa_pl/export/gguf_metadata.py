@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.models.block_kinds import CONVOLUTION, LINEAR, SLIDING, attention_kinds
+from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
 from aespa_pl.models.llama_cpp import (
     PARTIAL,
     architecture_of,
@@ -37,6 +37,7 @@ from aespa_pl.models.llama_cpp import (
     rope_type,
 )
 from aespa_pl.models.llama_cpp_tokenizer import SPACE, read_tokenizer, splitting_rule, steps_before_merges
+from aespa_pl.models.llama_cpp_types import COUNTED
 
 # it warns of templates for pairs of texts, which Gemma has, and which nothing here is made of
 logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
@@ -76,9 +77,9 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_feed_forward_length(_feed_forward_length(model))
     _add_experts(writer, model)
     writer.add_head_count(layout.heads)
-    if CONVOLUTION in (kinds := attention_kinds(config)):
-        writer.add_head_count_kv([layout.key_value_heads * (kind != CONVOLUTION) for kind in kinds])
-        writer.add_shortconv_l_cache(config.conv_L_cache)
+    kinds = attention_kinds(config)
+    if architecture_of(config).name in COUNTED:
+        writer.add_head_count_kv([layout.key_value_heads * (kind in (FULL, SLIDING)) for kind in kinds])
     else:
         writer.add_head_count_kv(layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)
@@ -89,8 +90,12 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
     _add_windows(writer, config)
+    if CONVOLUTION in kinds:
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     if LINEAR in kinds:
-        _add_linear_attention(writer, config)
+        (_add_mamba if hasattr(config, "mamba_d_state") else _add_linear_attention)(writer, config)
+    if (position := getattr(config, "position_embedding_type", "rope")) != "rope" or LINEAR in kinds:
+        writer.add_rope_scaling_finetuned(position == "rope")  # granite's word for whether there is RoPE
     if rope_parameters(config):
         _add_rope(writer, config, layout.head_dim)
 
@@ -138,6 +143,14 @@ def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_full_attention_interval(cast(int, full_period(config)))
     # positions of text, height and width, which are all the same in text
     writer.add_rope_dimension_sections([*rope_parameters(config).get("mrope_section", [11, 11, 10]), 0])
+
+
+def _add_mamba(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:

@@ -22,14 +22,22 @@ from aespa_pl.models.llama_cpp_types import FILE_TYPES
 ENDINGS = {
     ".dt_bias": ".dt_proj.bias", ".sinks": ".sinks.weight", ".gate.moe_statics.": ".moe_statics.",
     ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
+    ".shared_mlp.output_linear.": ".mlp.down_proj.",
 }  # fmt: skip
 """What ends differently in the names that the library gguf knows."""
+GATE_AND_UP = ".shared_mlp.input_linear.weight"
+"""What the name of a matrix of Granite 4 ends with that llama.cpp has in two."""
 IDEAL_WIDTH = 256
 """A number of columns that every block type divides."""
 
 
-def row_order(model: QuantizedModel, name: str) -> Tensor | None:
-    """Return the rows of a weight or bias in the order that llama.cpp wants, None if it is theirs."""
+def row_order(model: QuantizedModel, name: str, place: str = "") -> Tensor | None:
+    """Return the rows of a weight or bias in the order that llama.cpp wants, None if it is theirs.
+
+    ``place`` names the tensor of the file where several have rows of one.
+    """
+    if name.endswith(GATE_AND_UP):
+        return torch.arange(model.pretrained.tensors[name].shape[0]).chunk(2)[int(".ffn_up." in place)]
     projections = model.projections_of(name)
     if (order := _value_heads(model, name)) is not None or not projections:
         return order
@@ -86,7 +94,7 @@ def in_column_order(model: QuantizedModel, name: str, value: StoredTensor) -> St
 
 def own_value(model: QuantizedModel, name: str, value: Tensor) -> Tensor:
     """Return a tensor that is not quantized as llama.cpp has it, in float32, norms with the 1 they add."""
-    if name.endswith(".A_log"):  # the decay of linear attention
+    if name.endswith(".A_log"):  # the decay of linear attention, and of Mamba
         return -value.float().exp()
     of_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return value.float() + (architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0)
@@ -96,8 +104,17 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
     """Return the tensors that each one of the file is made of, by its name: of experts, that of all."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(gguf_name(model, name), []).append(name)
+        for place in gguf_names(model, name):
+            found.setdefault(place, []).append(name)
     return found
+
+
+def gguf_names(model: QuantizedModel, name: str) -> tuple[str, ...]:
+    """Return the tensors of the file that have rows of one of the model, of which there are few."""
+    if not name.endswith(GATE_AND_UP):
+        return (gguf_name(model, name),)
+    block = name.removesuffix(GATE_AND_UP)
+    return tuple(gguf_name(model, f"{block}.mlp.{kind}_proj.weight") for kind in ("gate", "up"))
 
 
 def in_float32(name: str) -> bool:
@@ -105,6 +122,18 @@ def in_float32(name: str) -> bool:
     large = (".ssm_in.weight", ".ssm_out.weight")
     small = ("ffn_gate_inp", "exp_probs_b", ".shortconv.conv.")
     return any(part in name for part in small) or (".ssm_" in name and not name.endswith(large))
+
+
+def file_shape(model: QuantizedModel, name: str, place: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that a tensor of the model has in the file, rows first."""
+    if name.endswith((".mamba.A_log", ".mamba.D")):
+        return (*shape, 1)
+    if name.endswith(".mamba.norm.weight"):
+        groups = int(model.pretrained.config.mamba_n_groups)
+        return (groups, shape[0] // groups)
+    if in_float32(place):  # the gate of a shared expert is a vector there, a convolution a matrix
+        return tuple(size for size in shape if size > 1)
+    return shape
 
 
 def gguf_name(model: QuantizedModel, name: str) -> str:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
+from aespa_pl.models.granite4 import Granite4Family
 from aespa_pl.models.hybrid import HybridFamily
 from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
@@ -38,7 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
     OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(), Qwen3MoeFamily(),
     MixtralFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(), Lfm2MoeFamily(), HybridFamily(),
-    GptOssFamily(),
+    GptOssFamily(), Granite4Family(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
@@ -55,7 +56,6 @@ MISSING = {
     "qwen3_5": "its image encoder; the text model alone, qwen3_5_text, is supported",
     "qwen3_5_moe": "its image encoder; the text model alone, qwen3_5_moe_text, is supported",
     "olmo_hybrid": "linear attention",
-    "granitemoehybrid": "Mamba layers",
     "lfm2_vl": "its image encoder; the text model alone, lfm2, is supported",
     **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
 }

@@ -41,8 +41,8 @@ class LlamaFamily(Family):
     """Name of the attention's last projection."""
     mlp: ClassVar[tuple[str, str, str, str]] = ("mlp", "gate_proj", "up_proj", "down_proj")
     """Names of the feed-forward network and of its projections."""
-    fused_mlp: ClassVar[bool] = False
-    """Whether the rows of its first two are one matrix, ``gate_up_proj``."""
+    fused_mlp: ClassVar[str | None] = None
+    """Name of the matrix that has the rows of its first two, where they are one."""
     final_norm: ClassVar[str] = "norm"
     """Name of the norm before the head."""
     norms_after: ClassVar[tuple[str | None, str | None]] = (None, None)
@@ -106,10 +106,14 @@ class LlamaFamily(Family):
     def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the projections that see the input of the feed-forward network."""
         mlp, *names, _ = self.mlp
-        if self.fused_mlp:
-            size, module = config.intermediate_size, f"{mlp}.gate_up_proj"
+        if self.fused_mlp is not None:
+            size, module = self.mlp_width(config), f"{mlp}.{self.fused_mlp}"
             return tuple(Projection(n, module, rows=(i * size, (i + 1) * size)) for i, n in enumerate(names))
         return tuple(Projection(name, f"{mlp}.{name}") for name in names)
+
+    def mlp_width(self, config: PreTrainedConfig) -> int:
+        """Return the rows of gate, and of up, where they are one matrix."""
+        return int(config.intermediate_size)
 
     def residual_factor(self, config: PreTrainedConfig) -> float:
         """Return what the outputs of the sublayers are multiplied by before they are added."""
@@ -131,19 +135,22 @@ class LlamaFamily(Family):
 
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
         """Return mask and RoPE's cos and sin, each ``[1, L, d_h]``, by the kind of block."""
-        rotary = model.model.get_submodule(self.rotary)
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
-        by_kind = hasattr(rotary, "layer_types")
         return {
             kind: {
                 "attention_mask": self.masks[kind](
                     model.config, hidden, attention_mask=None, past_key_values=None
                 ),
-                "position_embeddings": rotary(hidden, positions, *((kind,) if by_kind else ())),
+                "position_embeddings": self.rotations(model, hidden, positions, kind),
                 "position_ids": positions,
             }
             for kind in sorted(set(attention_kinds(model.config)))
         }
+
+    def rotations(self, model: PreTrainedModel, hidden: Tensor, positions: Tensor, kind: str) -> Any:
+        """Return RoPE's cos and sin in blocks of a kind."""
+        rotary = model.model.get_submodule(self.rotary)
+        return rotary(hidden, positions, *((kind,) if hasattr(rotary, "layer_types") else ()))
 
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Run one block, with the arguments of its kind."""

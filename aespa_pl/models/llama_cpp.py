@@ -33,7 +33,7 @@ class Architecture:
     """What the weights of norms are stored with in addition to transformers' (Gemma: 1)."""
     caps: tuple[str, ...] = ()
     """Caps of scores and logits in config.json that it has; each must be a number."""
-    only: Mapping[str, bool | float] = field(default_factory=dict)
+    only: Mapping[str, bool | float | tuple[float, ...]] = field(default_factory=dict)
     """The values that it has of entries of config.json; of others it has all."""
     scales_each: bool = False
     """Whether it has a factor for each frequency of RoPE, as LLaMA 3 has."""
@@ -56,6 +56,11 @@ ARCHITECTURES = {
     "mistral": LLAMA,
     "ministral3": Architecture("mistral3", moves_pairs=True),
     "granite": replace(LLAMA, name="granite"),
+    "granitemoehybrid": replace(
+        LLAMA,
+        name="granitehybrid",
+        only={"mamba_proj_bias": False, "mamba_conv_bias": True, "time_step_limit": (0.0, math.inf)},
+    ),
     "smollm3": Architecture("smollm3", moves_pairs=True, only={**UNBIASED, "mlp_bias": False}),
     "phi3": Architecture("phi3", divides_width=True),
     "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
@@ -74,13 +79,14 @@ ARCHITECTURES = {
     "lfm2_moe": Architecture(
         "lfm2moe",
         only={
+            **TIED,
             "conv_bias": False,
             "norm_topk_prob": True,
             "use_expert_bias": True,
             "routed_scaling_factor": 1.0,
         },
     ),
-    "ernie4_5_moe": Architecture("ernie4_5-moe", only={"use_bias": False}),
+    "ernie4_5_moe": Architecture("ernie4_5-moe", only={"use_bias": False, "moe_layer_interval": 1}),
     "hunyuan_v1_moe": Architecture("hunyuan-moe", only=UNBIASED),
     "glm4_moe": Architecture("glm4moe", only={"n_group": 1}),
     "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}, divides_width=True),
@@ -106,6 +112,8 @@ USUAL_BETAS = 32.0, 1.0
 """YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
 PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
+DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Names in config.json of the number of blocks before those with experts."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
 LARGEST = {"gemma2": 46, "gemma3_text": 62}
@@ -116,7 +124,10 @@ ANY_LENGTH = 2048
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
     """Return llama.cpp's architecture of a model that ``unsupported_part`` found nothing in."""
-    return ARCHITECTURES[config.model_type]
+    found = ARCHITECTURES[config.model_type]
+    if found.name == "granitehybrid" and LINEAR not in attention_kinds(config):
+        return ARCHITECTURES["granite"]
+    return found
 
 
 def unsupported_part(config: PreTrainedConfig) -> str | None:
@@ -146,6 +157,8 @@ def _unsupported_experts(config: PreTrainedConfig) -> str | None:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     blocks = config.num_hidden_layers
+    if max(getattr(config, name, 0) for name in DENSE) >= blocks:
+        return f"llama.cpp has no {config.model_type} without experts"
     if getattr(config, "moe_layer_end_index", blocks - 1) != blocks - 1:
         return "llama.cpp has experts in the last blocks, moe_layer_end_index before them"
     if isinstance(chosen := getattr(config, "moe_topk", 1), list) and len(set(chosen)) > 1:
@@ -166,11 +179,18 @@ def _unsupported_kinds(config: PreTrainedConfig) -> str | None:
     # without attention llama.cpp does not fail, but ends the whole process
     if config.model_type in ("lfm2", "lfm2_moe") and set(kinds) != {CONVOLUTION, FULL}:
         return f"llama.cpp can't load a {config.model_type} without both convolutions and attention"
-    if hasattr(config, "linear_key_head_dim") and set(kinds) != {LINEAR, FULL}:
+    if FULL not in kinds and config.model_type == "granitemoehybrid":
+        return "llama.cpp can't load a granitemoehybrid without attention"
+    return _unsupported_linear(config) if hasattr(config, "linear_key_head_dim") else None
+
+
+def _unsupported_linear(config: PreTrainedConfig) -> str | None:
+    kinds = attention_kinds(config)
+    if set(kinds) != {LINEAR, FULL}:
         return f"llama.cpp can't load a {config.model_type} without both linear and full attention"
-    if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
+    if config.linear_key_head_dim != config.linear_value_head_dim:
         return "llama.cpp has keys and values of linear attention of one size"
-    if LINEAR in kinds and full_period(config) is None:
+    if full_period(config) is None:
         return "llama.cpp has linear attention in all blocks but every n-th, layer_types in others"
     return None
 

@@ -37,10 +37,12 @@ MANY_QUERIES = 4
 """Query heads for each key/value head from which on values are small enough for a larger type."""
 FEW_EXPERTS = 8
 """Experts of the models whose attention is small beside them, so that it gets larger types."""
+FEW_EXPERTS_LARGER = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_XS", "IQ4_NL")
+"""Mixtures in which the attention's output has Q5_K then."""
 LARGE = 80
 """Blocks of the models with 70 billion weights, whose values get a larger type."""
 LARGE_KINDS = ("llama", "qwen2")
-COUNTED = ("lfm2", "lfm2moe")
+COUNTED = ("lfm2", "lfm2moe", "granitehybrid")
 """Architectures whose files have the number of key/value heads of each block, 0 where it has no attention."""
 
 
@@ -142,7 +144,7 @@ def _larger(name: str, matrix: Matrix, block: int, model: MixtureModel) -> str |
     if model.experts == FEW_EXPERTS and matrix in (Matrix.VALUE, Matrix.KEY):
         return "Q8_0"
     if model.experts == FEW_EXPERTS and matrix is Matrix.ATTENTION_OUTPUT:
-        return "Q5_K" if name in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M") else None
+        return "Q5_K" if name in FEW_EXPERTS_LARGER else None
     ruled = (Matrix.VALUE, Matrix.DOWN, Matrix.ATTENTION_OUTPUT)
     found = rules[name][ruled.index(matrix)] if name in rules and matrix in ruled else None
     small = (found or MIXTURES[name]) in ("Q3_K", "Q4_K")

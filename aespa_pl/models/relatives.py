@@ -67,7 +67,7 @@ class Phi3Family(LlamaFamily):
 
     title = "Phi-3, Phi-4"
     model_types = ("phi3",)
-    fused_mlp = True
+    fused_mlp = "gate_up_proj"
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the parts of the first fused matrix."""
@@ -85,7 +85,7 @@ class GlmFamily(LlamaFamily):
 
     title = "GLM-4"
     model_types: ClassVar[tuple[str, ...]] = ("glm",)
-    fused_mlp = True
+    fused_mlp = "gate_up_proj"
     rotates_neighbours = True
 
 

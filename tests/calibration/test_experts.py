@@ -89,7 +89,8 @@ class Bench:
             best = max(range(groups), key=lambda i: float(parts[i].sort(descending=True).values[:2].sum()))
             outside = [i for i in range(groups) if i != best]
             parts[outside] = -torch.inf
-        return corrected.sort(descending=True).indices[: self.mixture.chosen].tolist()
+        order: list[int] = corrected.sort(descending=True).indices.tolist()
+        return order[: self.mixture.chosen]
 
     def inner(self, expert: int, x: Tensor) -> Tensor:
         """Return the input of an expert's last matrix."""

@@ -15,6 +15,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Lfm2Config,
@@ -45,6 +46,14 @@ EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok":
 HYBRID = {
     "head_dim": 32, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": 2,
+}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.05,
+    "logits_scaling": 8.0,
+}  # fmt: skip
+GRANITE_4 = {
+    **GRANITE, "logits_scaling": 0.7, "residual_multiplier": 0.8, "num_local_experts": 0, "shared_intermediate_size": 192, "mamba_n_heads": 8,
+    "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2,
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -105,10 +114,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-dynamic": lambda: llama(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     ),
-    "granite": lambda: llama(
-        GraniteConfig,
-        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05,
-        logits_scaling=8.0,
+    "granite": lambda: llama(GraniteConfig, **GRANITE),
+    "granite4": lambda: llama(
+        GraniteMoeHybridConfig, **GRANITE_4, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"]
+    ),
+    "granite4-dense": lambda: llama(
+        GraniteMoeHybridConfig, **GRANITE_4, layer_types=["attention"] * 2, position_embedding_type="rope"
     ),
     "smollm3": lambda: llama(SmolLM3Config, num_hidden_layers=4),
     "smollm3-other": lambda: llama(SmolLM3Config, no_rope_layers=[0, 1]),

@@ -75,6 +75,10 @@ HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != 
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
 LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
 LAYERS |= {"glm": GLM4_LAYERS, "glm4": GLM4_LAYERS, "lfm2": LFM2_LAYERS, "lfm2_moe": LFM2_LAYERS}
+LAYERS["granitemoehybrid"] = {
+    name: LLAMA_LAYERS[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+} | {"in_proj": "mamba.in_proj", "out_proj": "mamba.out_proj", "output_linear": "shared_mlp.output_linear"}
+FUSED["granitemoehybrid"] = {"shared_mlp.input_linear": ("gate_proj", "up_proj")}
 LAYERS |= {
     kind: LLAMA_LAYERS | {f"shared_expert_{part}_proj": f"mlp.{shared}.{part}_proj" for part in PARTS}
     for kind, shared in {

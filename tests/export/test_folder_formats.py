@@ -23,7 +23,18 @@ FAMILIES, GROUP_SIZES = ("llama-block", "opt-block", "bloom-block"), (None, 32, 
 GRIDS = [*product(FAMILIES[:1], (2, 3, 4, 8), GROUP_SIZES), *((name, 3, 32) for name in FAMILIES[1:])]
 ENDS = (
     *("llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"),
-    *("granite", "smollm3", "ministral3", "fused", "gemma2", "gemma3", "olmo3", "exaone4"),
+    *(
+        "granite",
+        "granite4",
+        "granite4-dense",
+        "smollm3",
+        "ministral3",
+        "fused",
+        "gemma2",
+        "gemma3",
+        "olmo3",
+        "exaone4",
+    ),
     *("seed-oss-biased", "glm", "glm4", "ernie4.5", "hunyuan", "lfm2"),
 )
 """Models with biases, heads of their own and rows of any width."""
@@ -60,7 +71,13 @@ def test_transformers_runs_compressed_tensors_exactly(
     assert_runs_as_known(run, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "mixtral", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2-moe", "qwen3-moe", "mixtral", "qwen3-next"),
+        *("glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe"),
+    ],
+)
 def test_mixtures_of_experts_survive_compressed_tensors(name: str, known: MakeRun, tmp_path: Path) -> None:
     """The library fuses the experts that it reads, so only the logits can be compared."""
     run = known(name, 4, 32, symmetric=True)

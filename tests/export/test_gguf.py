@@ -166,6 +166,15 @@ def test_symmetric_grids_need_one_bit_less(
         ("smollm3", {"mlp_bias": True}, "llama.cpp has no smollm3 with mlp_bias True"),
         ("ernie4.5", {"use_bias": True}, "llama.cpp has no ernie4_5 with use_bias True"),
         ("hunyuan", {"attention_bias": True}, "llama.cpp has no hunyuan_v1_dense with attention_bias True"),
+        ("lfm2-moe", {"num_dense_layers": 3}, "llama.cpp has no lfm2_moe without experts"),
+        ("glm4-moe", {"n_group": 2}, "llama.cpp has no glm4_moe with n_group 2"),
+        ("ernie4.5-moe", {"moe_layer_interval": 2}, "no ernie4_5_moe with moe_layer_interval 2"),
+        (
+            "ernie4.5-moe",
+            {"moe_layer_end_index": 0, "moe_layer_start_index": 0},
+            "moe_layer_end_index before them",
+        ),
+        ("hunyuan-moe", {"moe_topk": [8, 4]}, "moe_topk to several"),
         *(
             ("lfm2", {"layer_types": [kind] * 3}, "a lfm2 without both convolutions and attention")
             for kind in ("conv", "full_attention")

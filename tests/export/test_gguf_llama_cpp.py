@@ -45,6 +45,8 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
             (name, 4, 32)
             for name in (
                 "granite",
+                "granite4",
+                "granite4-dense",
                 "smollm3",
                 "ministral3",
                 "ministral3-plain",

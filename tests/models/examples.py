@@ -22,6 +22,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Lfm2Config,
@@ -79,6 +80,10 @@ GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
     "logits_scaling": 5.0,
 }  # fmt: skip
+MAMBA = {
+    "num_local_experts": 0, "shared_intermediate_size": 28, "mamba_n_heads": 6, "mamba_d_head": 8,
+    "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
 PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Special tokens, where the library's own defaults lie outside of the vocabulary."""
 CONVOLUTIONS = ["full_attention", "conv", "full_attention"]
@@ -118,6 +123,16 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         {"head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
     ),
     "granite": lambda: config(GraniteConfig, LLAMA, GRANITE),
+    "granite4": lambda: config(
+        GraniteMoeHybridConfig, LLAMA, GRANITE, MAMBA, {"layer_types": ["attention", "mamba", "attention"]}
+    ),
+    "granite4-dense": lambda: config(
+        GraniteMoeHybridConfig,
+        LLAMA,
+        GRANITE,
+        MAMBA,
+        {"num_key_value_heads": 4, "position_embedding_type": "rope", "layer_types": ["attention"] * 3},
+    ),
     "smollm3": lambda: config(
         SmolLM3Config,
         LLAMA,

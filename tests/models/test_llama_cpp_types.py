@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import (
     BloomConfig,
+    Glm4MoeConfig,
     Lfm2Config,
     LlamaConfig,
     MixtralConfig,
@@ -131,6 +132,26 @@ def test_first_block_without_values_counts_where_files_have_one_number_of_heads(
         num_key_value_heads=2, head_dim=32, num_experts=16,
     )  # fmt: skip
     check_types(config, mixture, {"v_proj": expected})
+
+
+@pytest.mark.parametrize(
+    ("mixture", "expected"),
+    [
+        ("Q3_K_M", {"o_proj": "Q5_K", "v_proj": "Q8_0", "expert_0_down_proj": "Q4_K"}),
+        ("IQ4_XS", {"o_proj": "Q5_K", "k_proj": "Q8_0", "shared_expert_down_proj": "IQ4_XS"}),
+        ("IQ4_NL", {"o_proj": "Q5_K", "down_proj": "IQ4_NL"}),
+        ("Q4_0", {"o_proj": "Q4_0", "down_proj": "Q4_1*2 Q4_0*1", "expert_0_down_proj": "Q4_0"}),
+    ],
+)
+def test_eight_experts_behind_dense_blocks_have_the_types_of_llama_cpps_own_file(
+    mixture: str, expected: dict[str, str]
+) -> None:
+    config = Glm4MoeConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, moe_intermediate_size=256, n_routed_experts=8,
+        num_experts_per_tok=2, first_k_dense_replace=3,
+    )  # fmt: skip
+    check_types(config, mixture, expected)
 
 
 CONVOLUTIONS = [i not in (2, 5, 8, 10, 12, 14) for i in range(16)]

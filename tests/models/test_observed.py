@@ -30,7 +30,7 @@ def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:
 
 
 def attends(block: nn.Module) -> bool:
-    return not (hasattr(block, "linear_attn") or hasattr(block, "conv"))
+    return not any(getattr(block, other, None) is not None for other in ("linear_attn", "conv", "mamba"))
 
 
 def windows(model: PreTrainedModel) -> list[int]:
@@ -83,7 +83,7 @@ def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> N
     """The queries are free of 1 / sqrt(d_h); windows, ALiBi and the cap are in the probabilities."""
     model, ids = make_model(name), make_ids(1)
     layout = family_of(model.config).layout(model.config)
-    scale = {"granite": 0.7, "gemma2": 5**-0.5, "gemma3": 5**-0.5}.get(name)
+    scale = 0.7 if name.startswith("granite") else 5**-0.5 if name.startswith("gemma") else None
     cap = model.config.attn_logit_softcapping if name == "gemma2" else None
     shared = layout.heads // layout.key_value_heads
     blocks = [block for block in model.get_submodule(family_of(model.config).blocks_path) if attends(block)]

@@ -46,6 +46,19 @@ def test_logits_of_several_shards_are_the_librarys(name: str, tmp_path: Path) ->
     torch.testing.assert_close(stream(tmp_path, ids), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe"])
+def test_what_chooses_experts_is_float32_in_half_precision(name: str, tmp_path: Path) -> None:
+    """A correction of 4 has steps of 0.03 in bfloat16, which is more than scores differ by."""
+    pretrained = PretrainedFolder.open(save(make_model(name, torch.float32), tmp_path))
+    index = pretrained.config.num_hidden_layers - 1
+    state = pretrained.load_block(pretrained.skeleton(), index, CPU, torch.bfloat16).state_dict()
+    exact = {name for name in state if state[name].dtype == torch.float32}
+    assert exact == {name for name in state if name.endswith(pretrained.family.exact)} != set()
+    assert all(state[name].dtype == torch.bfloat16 for name in state.keys() - exact)
+    for short in exact:
+        assert torch.equal(state[short], pretrained.tensor(pretrained.family.block_prefix(index) + short))
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_base_model_without_prefix_and_head_is_read(name: str, tmp_path: Path) -> None:
     """Weights are stored as bigscience/bloom's and the first OPT models' are; the head is the embedding."""
