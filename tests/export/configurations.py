@@ -52,7 +52,8 @@ GRANITE = {
     "logits_scaling": 8.0,
 }  # fmt: skip
 GRANITE_4 = {
-    **GRANITE, "logits_scaling": 0.7, "residual_multiplier": 0.8, "num_local_experts": 0, "shared_intermediate_size": 192, "mamba_n_heads": 8,
+    **GRANITE, "logits_scaling": 0.7, "residual_multiplier": 0.8,
+    "num_local_experts": 0, "shared_intermediate_size": 192, "mamba_n_heads": 8,
     "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2,
 }  # fmt: skip
 YARN = {
