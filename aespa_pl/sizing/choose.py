@@ -13,6 +13,7 @@ from aespa_pl.sizing.matrices import SizedMatrix
 
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMG]i?B)", re.IGNORECASE)
+FOR_GGUF = " (for a GGUF file of a size: --quantization.format auto)"
 POINTS = 60
 """Sizes of the curve of size against predicted divergence."""
 
@@ -105,9 +106,11 @@ def limit_of(target: Target, given: object, matrices: Sequence[SizedMatrix], oth
     if least <= limit <= most * 1.01:
         return limit
     low = math.ceil((beside + least) / unit * 10**digits) / 10**digits  # this size is possible itself
+    packed = target.bytes is not None and all(map(str.isdigit, matrices[0].costs))
     raise UserError(
         f"quantization.target is {given}, and this model can have {low:.{digits}f} to "
         f"{(beside + most) / unit:.{digits}f} {words}: choose a size between them"
+        f"{FOR_GGUF if packed else ''}"
     )
 
 
@@ -120,7 +123,7 @@ class Mixture(StoredMixture):
         size, loss = f"{self.bytes / 1e6:.2f} MB", f"{self.predicted:.3g} nats per token"
         whole = f"a file of {size}"
         if all(chosen.isdigit() for chosen in self.chosen.values()):  # no engine's file has just these
-            whole = f"{size} with packed integers (for a GGUF file of a size: --quantization.format auto)"
+            whole = f"{size} with packed integers{FOR_GGUF}"
         return f"{counted(self.chosen)}: {whole}, predicted KL divergence {loss}"
 
     def lines(self) -> list[str]:
