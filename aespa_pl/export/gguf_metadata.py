@@ -93,9 +93,9 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     if CONVOLUTION in kinds:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if LINEAR in kinds:
-        (_add_mamba if hasattr(config, "mamba_d_state") else _add_linear_attention)(writer, config)
-    if (position := getattr(config, "position_embedding_type", "rope")) != "rope" or LINEAR in kinds:
-        writer.add_rope_scaling_finetuned(position == "rope")  # granite's word for whether there is RoPE
+        (_add_mamba if config.model_type == "granitemoehybrid" else _add_linear_attention)(writer, config)
+    if config.model_type == "granitemoehybrid":  # its word for whether there is RoPE
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     if rope_parameters(config):
         _add_rope(writer, config, layout.head_dim)
 

@@ -2,11 +2,9 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from aespa_pl.commands.limits import tuning_shortages
@@ -104,25 +102,6 @@ def test_a_hybrid_whose_blocks_of_one_kind_are_kept_has_needs() -> None:
     found = Shape.of(config, layouts_of(family_of(config), config, kept))
     assert found.other is None
     assert device_bytes(found, WORK, kept)["statistics"] > 0
-
-
-def test_a_short_convolution_keeps_what_is_convolved_and_what_comes_out() -> None:
-    """All that autograd keeps, but for the inputs of both projections, and the output of the first."""
-    module: Any = make_model("lfm2", torch.float32).model.layers[1].conv.requires_grad_()
-    mixed, tokens = shape("lfm2").kinds[1], 64
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = module(torch.randn(1, tokens, mixed.hidden, requires_grad=True))
-    assert output.requires_grad
-    for weight in module.parameters():
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    counted = mixed.mixed + sum(m.columns for m in mixed.matrices[:2]) + mixed.matrices[0].rows
-    assert sum(kept.values()) == pytest.approx(tokens * counted, rel=0.05)
 
 
 def test_types_of_llama_cpp_have_numbers_for_each_group_of_columns_to_learn() -> None:
