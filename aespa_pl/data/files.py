@@ -13,20 +13,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TextIO
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, Json, TypeAdapter, ValidationError, model_validator
 
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
 from aespa_pl.storage.files import checksum
 
-Document = str | list[dict[str, Any]]
-"""A text, or the messages of a conversation, each with ``role`` and ``content``."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 JSON_ENDINGS = (".json", ".jsonl", ".ndjson", ".jl")
 """Endings, in small or capital letters, of files whose rows are objects; .gz may follow."""
 LARGEST_TEXT = 4 * 10**9
 """Most characters of a text, five times C4's shard that the paper samples: one that never ends is refused."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Holds what a chat template makes a text of."""
+
+    messages: list[dict[str, Any]]
+    """Each with ``role`` and ``content``."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call, as JSON schemas."""
+
+
+Document = str | Conversation
 
 
 def _encodable(text: str) -> str:
@@ -60,6 +71,7 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": content if isinstance(content, str) else "".join(p["text"] for p in content)}
 
 
+_TOOLS = TypeAdapter[Any](list[dict[str, Any]] | Json[list[dict[str, Any]]] | None)
 _TEXT = TypeAdapter[Any](Text), "a string of valid characters"
 _CONVERSATION = (
     TypeAdapter[Any](Annotated[list[_Message], Field(min_length=1)]),
@@ -172,8 +184,18 @@ class TextFile:
                     f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not {expected} "
                     f"(known are {names}; fields found: {', '.join(row) or 'none'})"
                 ) from error
-            rows.append(row[field] if isinstance(row[field], str) else [*map(_with_text, row[field])])
+            rows.append(row[field] if isinstance(row[field], str) else self._conversation(row, place))
         return rows
+
+    def _conversation(self, row: dict[str, Any], place: str) -> Conversation:
+        try:
+            tools = _TOOLS.validate_python(row.get("tools"))
+        except ValidationError as error:
+            raise UserError(
+                f"{self.key}: {self.path}, {place}: the field 'tools' is not a list of JSON objects, one for "
+                "each function, nor the text of such a list: correct it, or leave it out"
+            ) from error
+        return Conversation([*map(_with_text, row["messages"])], tools)
 
     def _json_values(self, lines: Iterator[str]) -> Iterator[tuple[str, object]]:
         """Yield where a value stands, and the value, of JSON lines or of one JSON array."""

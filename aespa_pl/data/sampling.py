@@ -99,7 +99,7 @@ def _draw_documents(
     short_in_a_row = 0
     for index in random.sample(range(len(texts)), len(texts)):
         document = texts[index]
-        if (content := hashlib.sha256(json.dumps(document).encode()).digest()) in seen:
+        if (content := hashlib.sha256(json.dumps(document, default=vars).encode()).digest()) in seen:
             continue
         seen.add(content)
         tokens = tokenize(document)

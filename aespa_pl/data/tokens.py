@@ -232,7 +232,11 @@ def _document_tokens(
     try:
         # the library runs the template, which comes with the model, in jinja2's sandbox
         ids = tokenizer.apply_chat_template(
-            document, chat_template=CLOCK + tokenizer.get_chat_template(), return_dict=False, date_string=DATE
+            document.messages,
+            tools=document.tools,
+            chat_template=CLOCK + tokenizer.get_chat_template(tools=document.tools),
+            return_dict=False,
+            date_string=DATE,
         )
     except Exception as error:  # what it raises is up to the template
         reason = first_line(error)

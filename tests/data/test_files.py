@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aespa_pl.data import files
-from aespa_pl.data.files import LARGEST_TEXT, TextFile
+from aespa_pl.data.files import LARGEST_TEXT, Conversation, TextFile
 from aespa_pl.errors import UserError
 
 KEY = "data.calibration.source"
@@ -223,10 +223,10 @@ def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
         ([{"role": "user", "content": "\ud800"}], False),
     ],
 )
-def test_conversations_are_read_where_they_may_be(tmp_path: Path, messages: object, right: bool) -> None:
+def test_conversations_are_read_where_they_may_be(tmp_path: Path, messages: Any, right: bool) -> None:
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
     if right:
-        assert TextFile.find(str(path), KEY, conversations=True).rows() == [messages]
+        assert TextFile.find(str(path), KEY, conversations=True).rows() == [Conversation(messages)]
     else:
         with pytest.raises(UserError, match=r"line 1: .*'messages' .* or not a conversation such as"):
             TextFile.find(str(path), KEY, conversations=True).rows()
@@ -247,10 +247,32 @@ def test_parts_and_calls_of_tools_are_messages_with_a_text(tmp_path: Path) -> No
         {"role": "assistant", "tool_calls": calls},
     ]  # fmt: skip
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
-    assert TextFile.find(str(path), KEY, conversations=True).rows() == [[
+    assert TextFile.find(str(path), KEY, conversations=True).rows() == [Conversation([
         {"role": "user", "content": "ab"}, {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "assistant", "content": "", "tool_calls": calls},
-    ]]  # fmt: skip
+    ])]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tools", "found"),
+    [
+        ([{"name": "f"}], [{"name": "f"}]),
+        ('[{"name": "f"}]', [{"name": "f"}]),
+        (None, None),
+        ({"name": "f"}, "wrong"),
+        ("f", "wrong"),
+        (["f"], "wrong"),
+    ],
+)
+def test_tools_of_a_conversation_are_read(tmp_path: Path, tools: object, found: Any) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    path = write(tmp_path / "a.jsonl", json.dumps({"messages": messages, "tools": tools}))
+    file = TextFile.find(str(path), KEY, conversations=True)
+    if found == "wrong":
+        with pytest.raises(UserError, match=r"line 1: the field 'tools' is not a list of JSON objects"):
+            file.rows()
+    else:
+        assert file.rows() == [Conversation(messages, found)]
 
 
 def test_a_row_with_a_text_and_a_conversation_gives_its_text(tmp_path: Path) -> None:

@@ -93,6 +93,17 @@ def test_conversations_go_through_the_chat_template_without_other_special_tokens
     assert found.min() >= 300  # another template is never served from an old cache
 
 
+def test_tools_reach_the_chat_template(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    tools = [{"name": f"w{i}"} for i in range(30, 36)]
+    row = {"messages": [{"role": "user", "content": "w1"}], "tools": tools}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row))
+    tokenizer.chat_template = "{% for t in tools %}{{ t.name }} {% endfor %}{{ messages[0].content }}"
+    settings = CalibrationSettings(str(tmp_path / "chat.jsonl"), segments=1)
+    assert calibration_tokens(settings, tokenizer, 7, cache).tolist() == [[*range(30, 36), 1]]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
