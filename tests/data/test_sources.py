@@ -101,7 +101,8 @@ def test_tools_reach_the_chat_template(
     (tmp_path / "chat.jsonl").write_text(json.dumps(row))
     tokenizer.chat_template = "{% for t in tools %}{{ t.name }} {% endfor %}{{ messages[0].content }}"
     settings = CalibrationSettings(str(tmp_path / "chat.jsonl"), segments=1)
-    assert calibration_tokens(settings, tokenizer, 7, cache).tolist() == [[*range(30, 36), 1]]
+    whole = [*range(30, 36), 1]
+    assert calibration_tokens(settings, tokenizer, 6, cache).tolist()[0] in (whole[:6], whole[1:])
 
 
 @pytest.mark.parametrize(
