@@ -37,7 +37,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from aespa_pl.evaluation.perplexity import compared, summary
-from aespa_pl.export.gguf import dequantized
+from aespa_pl.export.gguf_values import dequantized
 from aespa_pl.models.llama_cpp import architecture_of
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
 

@@ -55,7 +55,8 @@ class ExpertSums:
         shift = moved = root = None
         if original is not None:
             moved, root = output_shift(seen, original, name, seen.inputs[self.first].shape)
-            moved /= scores.sum(1, keepdim=True).clamp(min=1)  # a token's experts make up for it together
+            # a token's experts make up for it together
+            moved /= scores.float().sum(1, keepdim=True).clamp(min=1)
             shift = rows(original.inputs[name]) - X_all
         for input_name, p in self.inputs.items():
             token, place = routed(indices, cast(int, p.expert))

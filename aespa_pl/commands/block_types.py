@@ -10,7 +10,8 @@ from aespa_pl.commands.keys import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
+from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads
+from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.models.llama_cpp_types import MIXTURES, NARROW, Matrix, MixtureModel, matrix_of, mixture_type
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
@@ -127,7 +128,7 @@ def _refuse_several_of_experts(types: dict[str, str], layouts: tuple[BlockLayout
     first: dict[str, str] = {}
     for block, layout in enumerate(layouts):
         for p in layout.projections:
-            if layout.mixture is not None and p.module.startswith(layout.mixture.experts):
+            if layout.mixture is not None and p.module.startswith(f"{layout.mixture.experts}."):
                 key, layer = f"{block}.{p.name}", p.module.rpartition(".")[2]
                 before = first.setdefault(f"{block}.{layer}", key)
                 if types[key] != types[before]:

@@ -20,7 +20,7 @@ from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.experts import Part
 from aespa_pl.models.headers import opened
-from aespa_pl.models.llama_cpp import unsupported_part
+from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.models.llama_cpp_tokenizer import lacking_tokenizer
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION

@@ -12,7 +12,8 @@ from aespa_pl.export.format import kept_in_part
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, layouts_of
-from aespa_pl.models.llama_cpp import OTHER_ORDER, crosses_heads, other_heads, unsupported_part
+from aespa_pl.models.llama_cpp import OTHER_ORDER, crosses_heads, other_heads
+from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 

@@ -15,21 +15,14 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed, padded
-from aespa_pl.export.gguf_metadata import (
-    ENDS,
-    add_metadata,
-    add_vocabulary,
-    lost_end_tokens,
-    rope_factors,
-    unnamed_start,
-)
+from aespa_pl.export.gguf_metadata import add_metadata, rope_factors
 from aespa_pl.export.gguf_model import (
     candidate_type,
     column_order,
@@ -44,22 +37,17 @@ from aespa_pl.export.gguf_model import (
     own_value,
     row_order,
 )
+from aespa_pl.export.gguf_values import Q2_0, dequantized
+from aespa_pl.export.gguf_vocabulary import ENDS, add_vocabulary, lost_end_tokens, unnamed_start
 from aespa_pl.export.quantized import QuantizedModel, StoredTensor
 from aespa_pl.models.hub import LICENCES
-from aespa_pl.models.llama_cpp import (
-    OTHER_ORDER,
-    architecture_of,
-    crosses_heads,
-    rounds_yarn,
-    unsupported_part,
-)
+from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, crosses_heads, rounds_yarn
+from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.models.llama_cpp_tokenizer import adds_spaces, unsupported_tokenizer
 from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"
-_Q2_0 = BLOCK_TYPES["Q2_0"]
-"""A block type that version 0.19 of the library gguf does not know."""
 PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
 """The types of matrices that are not quantized; all others become F32."""
 
@@ -152,7 +140,7 @@ class Gguf(Format):
             remarks.append(
                 f"a GGUF file names {len(ENDS)} tokens that end a text, llama.cpp may not stop at token {ids}"
             )
-        if any(exact_type(model, name) is _Q2_0 for name in model.matrices):
+        if any(exact_type(model, name) is Q2_0 for name in model.matrices):
             remarks.append("Q2_0 is read by llama.cpp of v0.5.0 or later, and not yet by transformers")
         if larger:
             kinds = "; ".join(f"{', '.join(names)} {words}" for words, names in larger.items())
@@ -275,29 +263,3 @@ def file_bytes(model: QuantizedModel) -> int:
         before = path.stat().st_size
     sizes = [info.nbytes for shard in writer.tensors for info in shard.values()]
     return sum(map(padded, (before, *sizes)))
-
-
-def dequantized(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
-    """Return the float32 values of a tensor of a GGUF file."""
-    if int(kind) != _Q2_0.number:
-        return np.asarray(dequantize(data, kind), np.float32)
-    blocks = data.reshape(*data.shape[:-1], -1, _Q2_0.size)
-    d = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
-    integers = (blocks[..., 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
-    steps = integers.reshape(*blocks.shape[:-1], -1).astype(np.float32) - 1
-    values: npt.NDArray[np.float32] = (d * steps).reshape(*data.shape[:-1], -1)
-    return values
-
-
-def _unknown(cls: type[GGMLQuantizationType], number: object) -> GGMLQuantizationType | None:
-    """Make the value that the enumeration lacks, as ``enum`` documents it for ``_missing_``."""
-    if number != _Q2_0.number:
-        return None
-    made = int.__new__(cls, _Q2_0.number)
-    made._name_, made._value_ = _Q2_0.name, _Q2_0.number
-    return made
-
-
-if _Q2_0.number not in set(GGMLQuantizationType):
-    GGMLQuantizationType._missing_ = classmethod(_unknown)  # type: ignore[assignment,method-assign]
-    GGML_QUANT_SIZES[GGMLQuantizationType(_Q2_0.number)] = (_Q2_0.grid.block, _Q2_0.size)

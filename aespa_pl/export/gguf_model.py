@@ -19,12 +19,12 @@ from aespa_pl.models.headers import opened
 from aespa_pl.models.llama_cpp import architecture_of, other_heads
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
 
-ENDINGS = {
+OTHER_NAMES = {
     ".dt_bias": ".dt_proj.bias", ".sinks": ".sinks.weight", ".gate.moe_statics.": ".moe_statics.",
     ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
     ".shared_mlp.output_linear.": ".mlp.down_proj.",
 }  # fmt: skip
-"""What ends differently in the names that the library gguf knows."""
+"""What is different in the names that the library gguf knows."""
 GATE_AND_UP = ".shared_mlp.input_linear.weight"
 """What the name of a matrix of Granite 4 ends with that llama.cpp has in two."""
 IDEAL_WIDTH = 256
@@ -139,8 +139,8 @@ def file_shape(model: QuantizedModel, name: str, place: str, shape: tuple[int, .
 def gguf_name(model: QuantizedModel, name: str) -> str:
     """Return the name of a tensor in llama.cpp, where all experts of a block are in one."""
     name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
-    for ending, other in ENDINGS.items():
-        name = name.replace(ending, other)
+    for part, other in OTHER_NAMES.items():
+        name = name.replace(part, other)
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):

@@ -56,6 +56,8 @@ MISSING = {
     "qwen3_5": "its image encoder; the text model alone, qwen3_5_text, is supported",
     "qwen3_5_moe": "its image encoder; the text model alone, qwen3_5_moe_text, is supported",
     "olmo_hybrid": "linear attention",
+    "glm4_moe_lite": "multi-head latent attention",
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), "its mixture of experts"),
     "lfm2_vl": "its image encoder; the text model alone, lfm2, is supported",
     **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
 }

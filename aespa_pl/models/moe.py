@@ -1,8 +1,8 @@
-"""Qwen2-MoE, Qwen3-MoE and Mixtral are of the LLaMA type, with a mixture of experts in their blocks.
+"""Models of the LLaMA type with a mixture of experts in their blocks, but for those with linear attention.
 
-A router chooses k experts for each token, and the output is the sum of theirs, weighted by the router's
-probabilities. The router keeps its precision. Qwen2-MoE adds the output of a shared expert, multiplied by the
-sigmoid of a linear layer with one output, which keeps its precision as well.
+A router chooses k experts for each token, and the output is the sum of theirs, with the weights that the
+router gives them. The router keeps its precision. Some add the output of a shared expert. Qwen2-MoE
+multiplies it by the sigmoid of a linear layer with one output, which keeps its precision as well.
 """
 
 from collections.abc import Iterator
@@ -130,7 +130,7 @@ class Glm4MoeFamily(MixtureFamily):
     The router chooses experts by the sigmoid of its logits and a correction, and weights them without it.
     """
 
-    title = "GLM-4.5 to 4.7"
+    title = "GLM-4.5 to 4.7 (not Flash)"
     model_types = ("glm4_moe",)
     shared = "shared_experts"
     exact = ("e_score_correction_bias",)

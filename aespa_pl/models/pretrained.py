@@ -203,7 +203,7 @@ class PretrainedFolder:
         prefix = self.family.block_prefix(index)
         block = cast(nn.Module, model.get_submodule(prefix.removesuffix(".")))
         names = [n for n in self.block_names(index) if n.removeprefix(prefix) not in unread]
-        read = self._read(names, device, dtype)
+        read = self._read(names, device, dtype, exact=True)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in read.items()}
         for name in unread:
             tensors[name] = torch.empty(block.get_parameter(name).shape, device=device, dtype=dtype)
@@ -216,14 +216,18 @@ class PretrainedFolder:
         empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in block.state_dict().items()}
         block.load_state_dict(empty, assign=True)
 
-    def _read(self, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _read(
+        self, names: Sequence[str], device: torch.device, dtype: torch.dtype, *, exact: bool = False
+    ) -> dict[str, Tensor]:
+        """Return tensors in a type; ``exact``: or in that of a model which runs in it."""
         tensors = {}
         for path in dict.fromkeys(self.tensors[name].file for name in names):
             with opened(path) as file:
                 for name in (name for name in names if self.tensors[name].file == path):
                     raw = self.tensors[name].read(file)
                     # The copy frees us of the file: raw is a view of its memory map.
-                    tensors[name] = raw.to(device, self.run_type(name, dtype), copy=True)
+                    own = self.run_type(name, dtype) if exact else dtype
+                    tensors[name] = raw.to(device, own, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
 

@@ -113,6 +113,15 @@ class HunyuanFamily(LlamaFamily):
     head_norms = ("query_layernorm", "key_layernorm")
     rotates_before_norms = True
 
+    def check(self, config: PreTrainedConfig) -> None:
+        """Refuse a configuration without the size of a head, and what every family refuses."""
+        if config.head_dim is None:
+            raise UserError(
+                "model.pretrained: config.json has no head_dim, which transformers needs for this model: add "
+                "it (attention_head_dim where that is there, else hidden_size / num_attention_heads)"
+            )
+        super().check(config)
+
 
 class Gemma3Family(LlamaFamily):
     """Adapts the text models of Gemma 3, with two kinds of RoPE, and norms on query and key heads.

@@ -102,7 +102,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         in_group = max(in_group, (2 + 4 * original) * shape.hidden + 3 * shape.widest_input)
     in_group *= work.tokens
     # queries and keys, X and A X of a value head (or A^T A and its product with X), scores and A of a chunk;
-    in_attention = work.tokens * shape.mixed
+    in_attention = work.tokens * shape.mixed(work.length)
     if value_bytes(shape, settings):
         text = work.segments * work.length
         every = stride(settings.objective.value_tokens, text, work.length, shape.hidden)

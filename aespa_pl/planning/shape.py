@@ -1,7 +1,6 @@
 """Describe the shape of a model and of its calibration text: all that its needs follow from."""
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -74,8 +73,8 @@ class Shape:
     hidden: int
     kind: str
     """What the largest block has for attention (``models/block_kinds.py``)."""
-    scan: tuple[int, int] | None = None
-    """Heads times positions of a chunk, and times numbers of a state, of Mamba 2; None: there is none."""
+    scan: tuple[int, int, int] | None = None
+    """Heads, positions of a chunk and numbers of a state of Mamba 2; None: there is none."""
     other: "Shape | None" = None
     """The same with the largest block without attention; None: all have it."""
 
@@ -128,15 +127,20 @@ class Shape:
         """Return the number of quantized weights of all blocks."""
         return sum(matrix.size for block in self.of_blocks for matrix in block.values())
 
-    @property
-    def mixed(self) -> int:
-        """Return the numbers of a token that what stands in the place of attention has at once; 0 with it."""
+    def mixed(self, length: int) -> int:
+        """Return the numbers of a token that what stands in the place of attention has at once; 0 with it.
+
+        The segments have a ``length``: Mamba 2 fills the last chunk up.
+        """
         if self.attends:
             return 0
         first = self.layout.groups[0].name
         rows = sum(matrix.rows for matrix in self.matrices if matrix.group == first)
         if self.scan is not None:
-            return sum(map(operator.mul, SCANNED, (rows, *self.scan)))
+            heads, chunk, state = self.scan
+            of_row, of_place, of_number = SCANNED
+            filled = math.ceil(length / chunk) * chunk / length
+            return of_row * rows + round(filled * heads * (of_place * chunk + of_number * state))
         return LINEAR_ATTENTION * rows if self.kind == LINEAR else CONVOLVED * self.hidden
 
     @property
@@ -180,10 +184,10 @@ class Shape:
         return max(self.inputs.values(), default=0)
 
 
-def _scan(config: PreTrainedConfig) -> tuple[int, int] | None:
+def _scan(config: PreTrainedConfig) -> tuple[int, int, int] | None:
     if not hasattr(config, "mamba_d_state"):
         return None
-    return config.mamba_n_heads * config.mamba_chunk_size, config.mamba_n_heads * config.mamba_d_state
+    return config.mamba_n_heads, config.mamba_chunk_size, config.mamba_d_state
 
 
 def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:

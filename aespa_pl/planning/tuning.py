@@ -124,7 +124,7 @@ def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: f
 def activation_bytes(shape: Shape, work: Work) -> int:
     """Return the bytes for each token of what a block keeps for the backward pass."""
     numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + 6 * shape.hidden
-    numbers += shape.mixed
+    numbers += shape.mixed(work.length)
     if shape.forms_probabilities:
         numbers += 3 * shape.layout.heads * work.length
     return int(FLOAT * numbers)

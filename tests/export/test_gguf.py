@@ -9,9 +9,10 @@ from gguf import GGMLQuantizationType, GGUFReader
 from torch import Tensor
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.gguf import Gguf, dequantized
+from aespa_pl.export.gguf import Gguf
+from aespa_pl.export.gguf_values import dequantized
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.models.llama_cpp import unsupported_part
+from aespa_pl.models.llama_cpp_limits import unsupported_part
 from tests.export.configurations import LINEAR, LLAMA_3, YARN
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import Q, write

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
-from aespa_pl.export.gguf import dequantized
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, Bytes, as_typed, smallest_type, zero_points
+from aespa_pl.export.gguf_values import dequantized
 from tests.export.gguf_files import llama_cpp
 from tests.export.runs import dequantized as uniform
 

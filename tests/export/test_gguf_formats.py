@@ -13,7 +13,8 @@ from safetensors import safe_open
 from aespa_pl.errors import UserError
 from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
 from aespa_pl.export.folder import HuggingFace
-from aespa_pl.export.gguf import Gguf, dequantized
+from aespa_pl.export.gguf import Gguf
+from aespa_pl.export.gguf_values import dequantized
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.quantized import QuantizedModel, value_of
 from tests.cli.commands import CommandLine

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.gguf_metadata import add_vocabulary, unnamed_start
+from aespa_pl.export.gguf_vocabulary import add_vocabulary, unnamed_start
 from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
 
 LLAMA_3 = (

@@ -59,6 +59,18 @@ def test_what_chooses_experts_is_float32_in_half_precision(name: str, tmp_path: 
         assert torch.equal(state[short], pretrained.tensor(pretrained.family.block_prefix(index) + short))
 
 
+def test_a_tensor_is_read_in_the_type_that_it_is_stored_in(tmp_path: Path) -> None:
+    pretrained = PretrainedFolder.open(save(make_model("lfm2-moe", torch.bfloat16), tmp_path))
+    name = "model.layers.2.feed_forward.expert_bias"
+    assert pretrained.tensor(name).dtype == torch.bfloat16
+    assert (
+        pretrained.load_block(pretrained.skeleton(), 2, CPU, torch.bfloat16)
+        .state_dict()["feed_forward.expert_bias"]
+        .dtype
+        == torch.float32
+    )
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_base_model_without_prefix_and_head_is_read(name: str, tmp_path: Path) -> None:
     """Weights are stored as bigscience/bloom's and the first OPT models' are; the head is the embedding."""

@@ -31,7 +31,7 @@ def test_a_short_convolution_keeps_what_is_convolved_and_what_comes_out() -> Non
     assert output.requires_grad
     for weight in module.parameters():
         kept.pop(weight.untyped_storage().data_ptr(), None)
-    counted = mixed.mixed + sum(m.columns for m in mixed.matrices[:2]) + mixed.matrices[0].rows
+    counted = mixed.mixed(tokens) + sum(m.columns for m in mixed.matrices[:2]) + mixed.matrices[0].rows
     assert sum(kept.values()) == pytest.approx(tokens * counted, rel=0.05)
 
 
@@ -67,7 +67,9 @@ def test_a_scan_of_mamba_has_its_chunks_and_states_in_memory() -> None:
     )  # fmt: skip
     module: Any = AutoModelForCausalLM.from_config(config).model.layers[0].mamba.eval()
     found = Shape.of(config, family_of(config).layouts(config))
-    with Peak() as peak:
-        module(torch.randn(1, 256, 256, requires_grad=True)).sum().backward()
     gradients = sum(p.numel() for p in module.parameters())
-    assert peak.most / 4 - gradients == pytest.approx(256 * found.mixed, rel=0.1)
+    for length in (256, 96):  # the last chunk is filled up
+        module.zero_grad(set_to_none=True)
+        with Peak() as peak:
+            module(torch.randn(1, length, 256, requires_grad=True)).sum().backward()
+        assert 0.85 < (peak.most / 4 - gradients) / (length * found.mixed(length)) < 1.05

@@ -1,0 +1,297 @@
+"""Configurations of tiny models, one of each kind that a family has to deal with."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    BloomConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+
+VOCABULARY, LENGTH, WINDOW = 40, 9, 4
+"""A window is shorter than a segment."""
+
+OPT = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4, "ffn_dim": 20,
+    "num_hidden_layers": 3, "max_position_embeddings": 16, "word_embed_proj_dim": 24,
+}  # fmt: skip
+BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 24, "n_head": 4, "n_layer": 3}
+LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20,
+    "num_hidden_layers": 3, "max_position_embeddings": 16, "num_key_value_heads": 2,
+}  # fmt: skip
+MOE = {
+    "head_dim": 8, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+HYBRID = {
+    "head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+    "layer_types": ["full_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+
+ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0}
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
+    "logits_scaling": 5.0,
+}  # fmt: skip
+MAMBA = {
+    "num_local_experts": 0, "shared_intermediate_size": 28, "mamba_n_heads": 6, "mamba_d_head": 8,
+    "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
+PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Special tokens, where the library's own defaults lie outside of the vocabulary."""
+CONVOLUTIONS = ["full_attention", "conv", "full_attention"]
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def config(kind: type[PreTrainedConfig], *options: dict[str, Any]) -> PreTrainedConfig:
+    return kind(**{key: value for option in options for key, value in option.items()})
+
+
+EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "opt": lambda: config(OPTConfig, OPT),
+    "opt-350m": lambda: config(OPTConfig, OPT, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt-bare": lambda: config(
+        OPTConfig,
+        OPT,
+        {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+    ),
+    "bloom": lambda: config(BloomConfig, BLOOM),
+    "bloom-post-residual": lambda: config(
+        BloomConfig, BLOOM, {"apply_residual_connection_post_layernorm": True}
+    ),
+    "llama": lambda: config(
+        LlamaConfig, LLAMA, {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama-grouped": lambda: config(LlamaConfig, LLAMA, {"tie_word_embeddings": True}),
+    "mistral-window": lambda: config(MistralConfig, LLAMA, {"sliding_window": WINDOW}),
+    "mistral": lambda: config(MistralConfig, LLAMA, {"sliding_window": None, "head_dim": 8}),
+    "qwen2": lambda: config(Qwen2Config, LLAMA),
+    "qwen2-window": lambda: config(
+        Qwen2Config, LLAMA, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+    ),
+    "qwen3": lambda: config(Qwen3Config, LLAMA, {"head_dim": 8}),
+    "qwen3-mixed": lambda: config(
+        Qwen3Config,
+        LLAMA,
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
+    ),
+    "granite": lambda: config(GraniteConfig, LLAMA, GRANITE),
+    "granite4": lambda: config(
+        GraniteMoeHybridConfig, LLAMA, GRANITE, MAMBA, {"layer_types": ["attention", "mamba", "attention"]}
+    ),
+    "granite4-dense": lambda: config(
+        GraniteMoeHybridConfig,
+        LLAMA,
+        GRANITE,
+        MAMBA,
+        {"num_key_value_heads": 4, "position_embedding_type": "rope", "layer_types": ["attention"] * 3},
+    ),
+    "smollm3": lambda: config(
+        SmolLM3Config,
+        LLAMA,
+        PLAIN,
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "ministral3": lambda: config(
+        Ministral3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "seed-oss": lambda: config(SeedOssConfig, LLAMA, {"head_dim": 8}),
+    "seed-oss-biased": lambda: config(
+        SeedOssConfig,
+        LLAMA,
+        {"head_dim": 8, "num_key_value_heads": 4, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "phi3-partial": lambda: config(
+        Phi3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "partial_rotary_factor": 0.5,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "phi3": lambda: config(
+        Phi3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "original_max_position_embeddings": 6,  # a segment is longer, and takes the long factors
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.0, 2.0, 4.0],
+                "original_max_position_embeddings": 6,
+            },
+        },
+    ),
+    "gemma2": lambda: config(
+        Gemma2Config,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": lambda: config(
+        Gemma3TextConfig,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "olmo2": lambda: config(Olmo2Config, LLAMA, PLAIN, {"num_key_value_heads": 4}),
+    "olmo3": lambda: config(
+        Olmo3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "exaone4": lambda: config(Exaone4Config, LLAMA, {"sliding_window": WINDOW, "layer_types": MIXED}),
+    "exaone4-full": lambda: config(
+        Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
+    "glm": lambda: config(GlmConfig, LLAMA, PLAIN, {"head_dim": 8}),
+    "glm4": lambda: config(Glm4Config, LLAMA, PLAIN, {"head_dim": 8}),
+    "ernie4.5": lambda: config(Ernie4_5Config, LLAMA, {"head_dim": 8, "use_bias": True}),
+    "hunyuan": lambda: config(HunYuanDenseV1Config, LLAMA, {"head_dim": 8, "rope_parameters": ALPHA}),
+    "lfm2": lambda: config(Lfm2Config, LLAMA, {"num_key_value_heads": 4, "layer_types": CONVOLUTIONS}),
+    "qwen3-moe": lambda: config(Qwen3MoeConfig, LLAMA, MOE),
+    "qwen3-moe-dense-first": lambda: config(
+        Qwen3MoeConfig, LLAMA, MOE, {"mlp_only_layers": [0], "norm_topk_prob": True}
+    ),
+    "qwen2-moe": lambda: config(Qwen2MoeConfig, LLAMA, MOE, {"shared_expert_intermediate_size": 16}),
+    "qwen3-next": lambda: config(
+        Qwen3NextConfig, LLAMA, MOE, HYBRID, {"num_key_value_heads": 4, "shared_expert_intermediate_size": 16}
+    ),
+    "qwen3.5": lambda: config(Qwen3_5TextConfig, LLAMA, HYBRID, {"tie_word_embeddings": True}),
+    "qwen3.5-moe": lambda: config(
+        Qwen3_5MoeTextConfig, LLAMA, MOE, HYBRID, {"shared_expert_intermediate_size": 16}
+    ),
+    "glm4-moe": lambda: config(
+        Glm4MoeConfig,
+        LLAMA,
+        {
+            "head_dim": 8,
+            "moe_intermediate_size": 12,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "ernie4.5-moe": lambda: config(
+        Ernie4_5_MoeConfig,
+        LLAMA,
+        {"moe_intermediate_size": 12, "moe_num_experts": 6, "moe_k": 2, "use_bias": True},
+    ),
+    "hunyuan-moe": lambda: config(
+        HunYuanMoEV1Config,
+        LLAMA,
+        {"head_dim": 8, "num_experts": 4, "moe_topk": [2, 1, 2], "rope_parameters": ALPHA},
+    ),
+    "lfm2-moe": lambda: config(
+        Lfm2MoeConfig,
+        LLAMA,
+        {
+            "num_key_value_heads": 4,
+            "layer_types": CONVOLUTIONS,
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+        },
+    ),
+    "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": lambda: config(
+        GptOssConfig,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "truncate": False,
+            },
+        },
+    ),
+}
