@@ -52,7 +52,7 @@ GRANITE = {
     "logits_scaling": 8.0,
 }  # fmt: skip
 GRANITE_4 = {
-    **GRANITE, "logits_scaling": 0.7, "residual_multiplier": 0.8,
+    **GRANITE, "logits_scaling": 0.7, "residual_multiplier": 0.8, "attention_multiplier": 1.0,
     "num_local_experts": 0, "shared_intermediate_size": 192, "mamba_n_heads": 8,
     "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2,
 }  # fmt: skip
@@ -181,7 +181,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "glm4-moe": lambda: llama(
         Glm4MoeConfig, head_dim=32, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2,
-        n_shared_experts=2, routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True,
+        n_shared_experts=2, routed_scaling_factor=4.0, use_qk_norm=True, attention_bias=True,
         tie_word_embeddings=False,
     ),
     "ernie4.5-moe": lambda: llama(

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from aespa_pl.models.family import FoldIntoNorm
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.storage.batches import Batches
 from tests.models.examples import make_model
 from tests.walk.by_hand import NOT_LEARNED, OFF, Walked, check_export, every_family, module_weight
 from tests.walks import BLOCKS, shortened, walk
@@ -53,6 +56,24 @@ def test_weights_keep_the_type_of_the_checkpoint(dtype: torch.dtype, tmp_path: P
     torch.manual_seed(1)
     model = shortened(make_model("llama-grouped", dtype))
     check_export(walk("llama-grouped", tmp_path, NOT_LEARNED, model=model), 2, dtype)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_quantized_block_routes_tokens_in_float32(
+    *, tuned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision it might choose other experts than the original."""
+    types, advance = set[torch.dtype](), StreamedModel.advance
+
+    def watched(source: StreamedModel, block: nn.Module, batches: Batches) -> None:
+        types.add(block.get_parameter("mlp.gate.wg.weight").dtype)
+        assert block.get_parameter("mlp.shared_mlp.up_proj.weight").dtype == torch.bfloat16
+        advance(source, block, batches)
+
+    monkeypatch.setattr(StreamedModel, "advance", watched)
+    changes = {**NOT_LEARNED, "tuning.blocks.enabled": tuned, "tuning.blocks.epochs": 1}
+    walk("hunyuan-moe", tmp_path, changes | {"tuning.held_back": 0.3}, dtype=torch.bfloat16)
+    assert types == {torch.float32}
 
 
 @pytest.mark.parametrize("tuned", [False, True])
