@@ -97,7 +97,7 @@ class Gguf(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
         """Read the file and dequantize every tensor."""
         tensors = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
-        begun: dict[str, tuple[Tensor, int]] = {}  # tensors whose other rows are still to come
+        begun: dict[str, Tensor] = {}  # those whose other rows are still to come
         for place, names in file_tensors(model, model.names()).items():
             tensor = tensors[place]
             data = tensor.data if len(names) > 1 else tensor.data[None]
@@ -106,14 +106,16 @@ class Gguf(Format):
                 if (columns := column_order(model, name)) is not None:
                     value = torch.empty_like(value).index_copy_(1, columns, value)
                 shape, rows = model.pretrained.tensors[name].shape, row_order(model, name, place)
-                whole, size = begun.pop(name, (torch.empty(shape), 0))
                 if rows is not None:
+                    whole = begun.pop(name, None)
+                    whole = torch.empty(shape) if whole is None else whole
                     value = whole.index_copy_(0, rows, value.view(len(rows), *shape[1:]))
-                value, size = value.view(shape), size + int(tensor.n_bytes) // len(names)
-                if place == gguf_names(model, name)[-1]:
-                    yield name, value, size
-                else:
-                    begun[name] = value, size
+                places = gguf_names(model, name)
+                if place != places[-1]:
+                    begun[name] = value
+                    continue
+                size = sum(int(tensors[each].n_bytes) for each in places) // len(names)
+                yield name, value.view(shape), size
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Say which matrices have a larger block type because of their width, or of the group size.

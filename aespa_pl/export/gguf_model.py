@@ -24,7 +24,7 @@ OTHER_NAMES = {
     ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
     ".shared_mlp.output_linear.": ".mlp.down_proj.",
 }  # fmt: skip
-"""What is different in the names that the library gguf knows."""
+"""Parts of names that the library gguf knows in another form."""
 GATE_AND_UP = ".shared_mlp.input_linear.weight"
 """What the name of a matrix of Granite 4 ends with that llama.cpp has in two."""
 IDEAL_WIDTH = 256

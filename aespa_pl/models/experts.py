@@ -11,7 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
+DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Names in config.json of the number of blocks before those with experts."""
 NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 Gated = Callable[[Tensor, Tensor], Tensor]
 """Returns the input of the last matrix from the outputs of gate and up."""
@@ -103,6 +106,11 @@ def joined(parts: Sequence[tuple[Part, Tensor]]) -> Tensor:
     for part, tensor in parts:
         part.of(whole).copy_(tensor)
     return whole
+
+
+def dense_blocks(config: PreTrainedConfig) -> int:
+    """Return the number of blocks before those with experts."""
+    return max(int(getattr(config, name, 0)) for name in DENSE)
 
 
 class Expert(nn.Module):

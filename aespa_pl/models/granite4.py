@@ -6,7 +6,6 @@ decay, bias of the steps, skip and norm).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,7 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_recurrent_atte
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.block_kinds import FULL, LINEAR, attention_kinds
-from aespa_pl.models.family import BlockLayout, FoldIntoNorm, InputGroup, Projection
+from aespa_pl.models.family import BlockLayout, FoldIntoNorm
 from aespa_pl.models.relatives import GraniteFamily
 
 
@@ -43,14 +42,8 @@ class Granite4Family(GraniteFamily):
         attention = super().layout(config, index)
         if attention_kinds(config)[index] != LINEAR:
             return attention
-        norm, factor = self.starts[0], self.residual_factor(config)
-        inputs = Projection("in_proj", "mamba.in_proj")
-        output = Projection("out_proj", "mamba.out_proj", residual=norm, residual_factor=factor)
-        groups = (
-            InputGroup("attention_input", (inputs,), FoldIntoNorm(norm)),
-            InputGroup("attention_output", (output,), FoldIntoNorm("mamba.norm")),
-        )
-        return replace(attention, groups=(*groups, *attention.groups[2:]))
+        names = ("mamba.in_proj", "mamba.out_proj")
+        return self.without_attention(config, attention, names, FoldIntoNorm("mamba.norm"))
 
     def mlp_width(self, config: PreTrainedConfig) -> int:
         """Return the rows of gate, and of up."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
 from aespa_pl.models.block_kinds import FULL, LINEAR, attention_kinds
-from aespa_pl.models.family import BlockLayout, FoldIntoNorm, InputGroup, Projection, Role
+from aespa_pl.models.family import BlockLayout, Projection, Role
 from aespa_pl.models.moe import Qwen3MoeFamily
 from aespa_pl.models.observed import Observer
 
@@ -47,13 +47,9 @@ class HybridFamily(Qwen3MoeFamily):
         if attention_kinds(config)[index] != LINEAR:
             return replace(attention, gated=True)
         large, small = JOINED.get(config.model_type, (LARGE, SMALL))
-        norm = self.starts[0]
-        fold = FoldIntoNorm(norm, self.norm_offset, tuple(f"linear_attn.{name}" for name in small))
-        output = Projection("out_proj", "linear_attn.out_proj", residual=norm)
-        inputs = InputGroup("attention_input", tuple(Projection(n, f"linear_attn.{n}") for n in large), fold)
+        names, readers = (tuple(f"linear_attn.{n}" for n in some) for some in ((*large, "out_proj"), small))
         # the input of out_proj comes from a norm with a weight for all heads, and a gate behind SiLU
-        outputs = InputGroup("attention_output", (output,), None)
-        return replace(attention, groups=(inputs, outputs, *attention.groups[2:]))
+        return self.without_attention(config, attention, names, None, readers)
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the projections that see the input of the attention, the gate's rows among them."""

@@ -5,7 +5,6 @@ plain linear layers; the convolution, with a few weights for each channel, keeps
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
 from aespa_pl.models.block_kinds import CONVOLUTION, FULL, attention_kinds
-from aespa_pl.models.family import BlockLayout, FoldIntoNorm, InputGroup, Projection
+from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama import LlamaFamily
 
 
@@ -34,14 +33,8 @@ class Lfm2Family(LlamaFamily):
         attention = super().layout(config, index)
         if attention_kinds(config)[index] != CONVOLUTION:
             return attention
-        norm = self.starts[0]
-        inputs = Projection("in_proj", "conv.in_proj")
-        output = Projection("out_proj", "conv.out_proj", residual=norm)
-        groups = (
-            InputGroup("attention_input", (inputs,), FoldIntoNorm(norm)),
-            InputGroup("attention_output", (output,), None),  # a product of two parts of in_proj's outputs
-        )
-        return replace(attention, groups=(*groups, *attention.groups[2:]))
+        # the input of out_proj is a product of two parts of in_proj's outputs
+        return self.without_attention(config, attention, ("conv.in_proj", "conv.out_proj"), None)
 
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Run one block, with the arguments of its kind."""

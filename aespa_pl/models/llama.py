@@ -19,7 +19,16 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.block_kinds import FULL, SLIDING, attention_kinds
-from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
+from aespa_pl.models.family import (
+    QKV,
+    BlockLayout,
+    Family,
+    Fold,
+    FoldIntoNorm,
+    FoldIntoRows,
+    InputGroup,
+    Projection,
+)
 from aespa_pl.models.observed import Observer, Rotation, observed
 
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
@@ -98,6 +107,28 @@ class LlamaFamily(Family):
             (self.mlp_inputs(config), mlp_fold),
             ((down,), FoldIntoRows(up)),  # its input is act(gate) * up, linear in up
         )
+
+    def without_attention(
+        self,
+        config: PreTrainedConfig,
+        layout: BlockLayout,
+        names: tuple[str, ...],
+        fold: Fold,
+        readers: tuple[str, ...] = (),
+    ) -> BlockLayout:
+        """Return the layout of a block with something else in the place of attention.
+
+        Its linear layers have ``names``, the last that of the output, whose zeta goes where ``fold`` says;
+        ``readers`` read its input too and keep their precision.
+        """
+        norm, factor = self.starts[0], self.residual_factor(config)
+        *inputs, output = (Projection(name.rpartition(".")[2], name) for name in names)
+        output = replace(output, residual=norm, residual_factor=factor)
+        groups = (
+            InputGroup("attention_input", tuple(inputs), FoldIntoNorm(norm, self.norm_offset, readers)),
+            InputGroup("attention_output", (output,), fold),
+        )
+        return replace(layout, groups=(*groups, *layout.groups[2:]))
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the projections that see the input of the attention."""

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
+from aespa_pl.models.experts import dense_blocks
 from aespa_pl.models.llama_cpp import (
     ARCHITECTURES,
     Architecture,
@@ -24,8 +25,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written."""
 USUAL_BETAS = 32.0, 1.0
 """YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
-DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Names in config.json of the number of blocks before those with experts."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
 LARGEST = {"gemma2": 46, "gemma3_text": 62}
@@ -59,7 +58,7 @@ def _unsupported_experts(config: PreTrainedConfig) -> str | None:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     blocks = config.num_hidden_layers
-    if max(getattr(config, name, 0) for name in DENSE) >= blocks:
+    if dense_blocks(config) >= blocks:
         return f"llama.cpp has no {config.model_type} without experts"
     if getattr(config, "moe_layer_end_index", blocks - 1) != blocks - 1:
         return "llama.cpp has experts in the last blocks, moe_layer_end_index before them"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.models.experts import Expert, ExpertMixture, Fused, Gated, Part, taken_apart
+from aespa_pl.models.experts import Expert, ExpertMixture, Fused, Gated, Part, dense_blocks, taken_apart
 from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, InputGroup, Projection
 from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
@@ -37,8 +37,8 @@ class MixtureFamily(LlamaFamily):
     """Whether a factor of an output of up is one of an input of down."""
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
-        """Return whether a block has experts; the others are dense."""
-        return True
+        """Return whether a block has experts; the others, often the first, are dense."""
+        return index >= dense_blocks(config)
 
     def has_shared(self, config: PreTrainedConfig) -> bool:
         """Return whether blocks with experts have a shared one."""
@@ -135,10 +135,6 @@ class Glm4MoeFamily(MixtureFamily):
     shared = "shared_experts"
     exact = ("e_score_correction_bias",)
 
-    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
-        """Return whether a block has experts."""
-        return bool(index >= config.first_k_dense_replace)
-
 
 class ErnieMoeFamily(MixtureFamily, ErnieFamily):
     """Adapts ERNIE 4.5 with experts, whose router has a correction as GLM-4.5's."""
@@ -149,9 +145,9 @@ class ErnieMoeFamily(MixtureFamily, ErnieFamily):
     exact = ("e_score_correction_bias", "mlp.gate.weight")
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
-        """Return whether a block has experts."""
-        first, last = config.moe_layer_start_index, config.moe_layer_end_index
-        return bool(first <= index <= last and (index + 1) % config.moe_layer_interval == 0)
+        """Return whether a block has experts; the last may be dense as well, and some between."""
+        inside = super().has_experts(config, index) and index <= config.moe_layer_end_index
+        return inside and (index + 1) % int(config.moe_layer_interval) == 0
 
     def has_shared(self, config: PreTrainedConfig) -> bool:
         """Return whether blocks with experts have a shared one; several are one matrix."""
@@ -180,10 +176,6 @@ class Lfm2MoeFamily(MixtureFamily, Lfm2Family):
     model_types = ("lfm2_moe",)
     rotary = "pos_emb"
     exact = ("expert_bias",)
-
-    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
-        """Return whether a block has experts."""
-        return bool(index >= config.num_dense_layers)
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
         """Return the names in files, which are w1, w3 and w2 in experts too."""
