@@ -72,7 +72,8 @@ def observing(
             if mixture.shared_gate is not None:
                 _after(stack, module(mixture.shared_gate), partial(_keep_gate, seen))
             if residuals:
-                _before(stack, module(mixture.residual), partial(_keep_input, seen.residuals, name, 1))
+                keep_residual = partial(_keep_input, seen.residuals, name, mixture.residual_factor)
+                _before(stack, module(mixture.residual), keep_residual)
                 _after(stack, module(name), partial(_keep_output, seen, name))
         if attention is not None:
             stack.enter_context(attention(partial(setattr, seen, "attention")))

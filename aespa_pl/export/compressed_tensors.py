@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.folder import PackedFormat, packed_words
-from aespa_pl.export.format import kept_in_part
+from aespa_pl.export.format import joins_experts, kept_in_part
 from aespa_pl.export.quantized import QuantizedModel
 
 AWQ_BITS = 4
@@ -31,7 +31,7 @@ class CompressedTensors(PackedFormat):
     """Packs integers of 2 to 8 bits, in any groups.
 
     It takes any family, but mixtures of experts only where the run is symmetric and quantizes all experts,
-    and no gpt-oss, whose files have all experts of a block in one tensor.
+    and no gpt-oss or Granite 4, whose files have all experts of a block in one tensor.
     """
 
     name = "compressed-tensors"
@@ -57,7 +57,7 @@ class CompressedTensors(PackedFormat):
 
     def obstacles_of_experts(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield zero points, experts in 16 bits, and experts that transformers keeps in one tensor."""
-        if any(part is not None for name in model.matrices for _, part in model.family.places(name)[:1]):
+        if joins_experts(model.family, model.matrices):
             why = "files of this model have all experts in one tensor, which the format has no name for"
             yield why, "Use --format hf"
         if model.keeps_experts:

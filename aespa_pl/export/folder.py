@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
-from aespa_pl.export.format import Format
+from aespa_pl.export.format import Format, joins_experts
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.experts import Part
 from aespa_pl.models.headers import opened
@@ -168,7 +168,8 @@ class PackedFormat(FolderFormat):
     def obstacles_of_experts(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield why engines don't run mixtures of experts in the format."""
         why = "no engine was seen to run a mixture of experts in it"
-        yield why, "Use --format hf or compressed-tensors"
+        joined = joins_experts(model.family, model.matrices)
+        yield why, f"Use --format hf{'' if joined else ' or compressed-tensors'}"
 
 
 @dataclass(frozen=True)

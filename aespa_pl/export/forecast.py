@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from aespa_pl.export.format import kept_in_part
+from aespa_pl.export.format import joins_experts, kept_in_part
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, layouts_of
@@ -82,7 +82,7 @@ def _in_folders(
     experts = [
         f"{family.block_prefix(0)}{p.module}.weight" for p in shape.layout.projections if p.expert is not None
     ]
-    if any(part is not None for name in experts for _, part in family.places(name)[:1]):
+    if joins_experts(family, experts):
         return "no compressed-tensors, which has no name for experts in one tensor"
     groups = (group for layout in layouts for group in layout.groups)
     if any(p.kept and p.expert is not None for group in groups for p in group.projections):

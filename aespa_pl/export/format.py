@@ -1,7 +1,7 @@
 """Define what every format of a packed model does (refuse, write, read back), and prove what was written."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel, StoredTensor, value_of
 from aespa_pl.extras import install_command
-from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.family import BlockLayout, Family
 
 FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
 
@@ -82,6 +82,11 @@ def kept_in_part(layouts: Sequence[BlockLayout]) -> str | None:
         if kept and kept != names:
             return f"it has {', '.join(names)} in one matrix, of which {', '.join(kept)} are no integers"
     return None
+
+
+def joins_experts(family: Family, names: Iterable[str]) -> bool:
+    """Return whether files have some of these tensors of a model as parts of larger ones."""
+    return any(part is not None for name in names for _, part in family.places(name)[:1])
 
 
 def make_format(

@@ -22,7 +22,8 @@ from aespa_pl.models.llama_cpp_types import FILE_TYPES
 OTHER_NAMES = {
     ".dt_bias": ".dt_proj.bias", ".sinks": ".sinks.weight", ".gate.moe_statics.": ".moe_statics.",
     ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
-    ".shared_mlp.output_linear.": ".mlp.down_proj.",
+    ".shared_mlp.output_linear.": ".mlp.down_proj.", ".shared_mlp.shared.": ".mlp.shared_expert.",
+    ".shared_mlp.experts.": ".mlp.experts.", ".shared_mlp.router.": ".mlp.router.",
 }  # fmt: skip
 """Parts of names that the library gguf knows in another form."""
 GATE_AND_UP = ".shared_mlp.input_linear.weight"

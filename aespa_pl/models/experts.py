@@ -36,6 +36,8 @@ class ExpertMixture:
     """Number k of experts that a token is routed to."""
     residual: str
     """Path of the module whose input the output is added to."""
+    residual_factor: float = 1.0
+    """What the output is multiplied by before it is added (Granite)."""
     shared: str | None = None
     """Path of the shared expert, to which all tokens are routed; its number comes after those of the others.
     None: there is none."""
@@ -57,18 +59,19 @@ class ExpertMixture:
 class Part:
     """Says which part of a tensor of all experts, ``[experts, ...]``, is a tensor of one."""
 
-    expert: int
+    expert: int | None
+    """None: the tensor is of one expert, and has several of its matrices."""
     number: int
     """Number of the matrix among those whose rows are side by side."""
     count: int
-    interleaved: bool
+    interleaved: bool = False
     """Whether the rows of the matrices alternate; otherwise one matrix follows the other."""
-    transposed: bool
+    transposed: bool = False
     """Whether the tensor has columns before rows."""
 
     def of(self, tensor: Any) -> Tensor:
         """Return the part, a view; a file's slice will do for the tensor."""
-        one: Tensor = tensor[self.expert]
+        one: Tensor = tensor[:] if self.expert is None else tensor[self.expert]
         if self.transposed and one.dim() == 2:
             one = one.mT
         if self.count == 1:
@@ -101,8 +104,8 @@ def joined(parts: Sequence[tuple[Part, Tensor]]) -> Tensor:
     first, one = parts[0]
     rows, *columns = one.shape
     shape = (first.count * rows, *columns)
-    experts = 1 + max(part.expert for part, _ in parts)
-    whole = one.new_empty(experts, *(reversed(shape) if first.transposed else shape))
+    experts = () if first.expert is None else (1 + max(cast(int, part.expert) for part, _ in parts),)
+    whole = one.new_empty(*experts, *(reversed(shape) if first.transposed else shape))
     for part, tensor in parts:
         part.of(whole).copy_(tensor)
     return whole
@@ -151,6 +154,15 @@ def routed(indices: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor], (indices == expert).nonzero(as_tuple=True))
 
 
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a linear layer that shares the memory of its tensors."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
+
+
 def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
     """Return the experts of the library's module, whose memory they share."""
     tensors = dict(module.named_parameters(recurse=False))
@@ -160,12 +172,8 @@ def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
         return part.of(tensors[place.removeprefix(".experts.")])
 
     def layer(name: str) -> nn.Linear:
-        weight, has_bias = taken(f"{name}.weight"), "down_proj_bias" in tensors
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
-        made.weight = nn.Parameter(weight, requires_grad=False)
-        if has_bias:
-            made.bias = nn.Parameter(taken(f"{name}.bias"), requires_grad=False)
-        return made
+        bias = taken(f"{name}.bias") if "down_proj_bias" in tensors else None
+        return linear(taken(f"{name}.weight"), bias)
 
     def expert(number: int) -> Expert:
         gate, up, down = (layer(f"{number}.{kind}_proj") for kind in ("gate", "up", "down"))

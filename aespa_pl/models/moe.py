@@ -53,7 +53,8 @@ class MixtureFamily(LlamaFamily):
         count = int(getattr(config, "num_experts", None) or config.num_local_experts)
         stated = config.num_experts_per_tok
         chosen = int(stated if isinstance(stated, int) else stated[index])
-        mixture = ExpertMixture(mlp, f"{mlp}.{self.router}", f"{mlp}.experts", count, chosen, residual)
+        paths, factor = (mlp, f"{mlp}.{self.router}", f"{mlp}.experts"), self.residual_factor(config)
+        mixture = ExpertMixture(*paths, count, chosen, residual, factor)
         if self.has_shared(config):
             gate = None if self.shared_gate is None else f"{mlp}.{self.shared_gate}"
             mixture = replace(mixture, shared=f"{mlp}.{self.shared}", shared_gate=gate)
@@ -79,8 +80,13 @@ class MixtureFamily(LlamaFamily):
         yield InputGroup("mlp_input", ups, FoldIntoNorm(mixture.residual, self.norm_offset, readers))
         for number, (name, path) in enumerate(paths.items()):
             rows = FoldIntoRows(f"{name}_up_proj") if self.linear_in_up else None
-            module, added = f"{path}.down_proj", mixture.residual
-            down = Projection(f"{name}_down_proj", module, residual=added, expert=number)
+            down = Projection(
+                f"{name}_down_proj",
+                f"{path}.down_proj",
+                residual=mixture.residual,
+                residual_factor=mixture.residual_factor,
+                expert=number,
+            )
             yield InputGroup(f"{name}_hidden", (down,), rows)
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:

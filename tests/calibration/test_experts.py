@@ -42,7 +42,8 @@ class Bench:
         )
         with observed as seen:
             hidden, _ = self.family.embed(self.model, ids)
-            self.family.run_block(self.block, hidden, self.family.arguments(self.model, hidden))
+            arguments = self.family.arguments(self.model, hidden)
+            self.output = self.family.run_block(self.block, hidden, arguments)
         return seen
 
     def statistics(self, ids: Tensor, other: Tensor | None = None) -> BlockStatistics:
@@ -118,7 +119,7 @@ def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe"]
+    "name", ["qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe", "granite4-moe"]
 )
 def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights(name: str) -> None:
     bench, ids = Bench(name), make_ids(40)
@@ -187,6 +188,14 @@ def test_shared_and_routed_experts_make_up_for_the_shift_of_the_stream_together(
     assert found.shifts is not None
     assert max(totals) > 1.1
     torch.testing.assert_close(found.shifts.outputs["shared_expert_hidden"].double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "granite4-moe"])
+def test_the_stream_is_seen_in_the_units_of_the_output_that_is_added(name: str) -> None:
+    bench = Bench(name)
+    seen, path = bench.observation(make_ids()), bench.mixture.module
+    stream = seen.residuals[path] + seen.outputs[path]
+    torch.testing.assert_close(stream * bench.mixture.residual_factor, bench.output)
 
 
 def test_hessians_are_symmetric() -> None:

@@ -119,6 +119,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite4": lambda: llama(
         GraniteMoeHybridConfig, **GRANITE_4, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"]
     ),
+    "granite4-moe": lambda: llama(
+        GraniteMoeHybridConfig, **{**GRANITE_4, "num_local_experts": 4, "num_experts_per_tok": 4},
+        layer_types=["mamba", "attention"],
+    ),
     "granite4-dense": lambda: llama(
         GraniteMoeHybridConfig, **GRANITE_4, layer_types=["attention"] * 2, position_embedding_type="rope"
     ),

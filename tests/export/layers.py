@@ -53,6 +53,19 @@ LAYERS["granitemoehybrid"] = {
     name: LLAMA_LAYERS[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")
 } | {"in_proj": "mamba.in_proj", "out_proj": "mamba.out_proj", "output_linear": "shared_mlp.output_linear"}
 FUSED["granitemoehybrid"] = {"shared_mlp.input_linear": ("gate_proj", "up_proj")}
+WITH_EXPERTS = "granitemoehybrid with experts"
+LAYERS[WITH_EXPERTS] = {
+    name: layer for name, layer in LAYERS["granitemoehybrid"].items() if name != "output_linear"
+} | {"shared_expert_down_proj": "shared_mlp.output_linear"}
+FUSED[WITH_EXPERTS] = {"shared_mlp.input_linear": ("shared_expert_gate_proj", "shared_expert_up_proj")}
+IN_FILES = {
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+    ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+}
+"""Names that Granite 4 has in files, by those of the library."""
+EXPERTS = {"lfm2_moe": "feed_forward.experts", WITH_EXPERTS: "block_sparse_moe.experts"}
+"""Names of the experts of a block, where they are others than most families'."""
 LAYERS |= {
     kind: LLAMA_LAYERS | {f"shared_expert_{part}_proj": f"mlp.{shared}.{part}_proj" for part in PARTS}
     for kind, shared in {

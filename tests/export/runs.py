@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.export.configurations import CONFIGS, HEADS, VOCABULARY
-from tests.export.layers import FUSED, HYBRIDS, LAYERS, LLAMA_LAYERS, PATHS
+from tests.export.layers import EXPERTS, FUSED, HYBRIDS, IN_FILES, LAYERS, LLAMA_LAYERS, PATHS, WITH_EXPERTS
 
 __all__ = ["CONFIGS", "HEADS", "VOCABULARY"]
 
@@ -108,6 +108,8 @@ def make_run(
     """Write a finished run of a checkpoint; ``bits_of`` is about whole projections."""
     model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
     kind = model.config.model_type
+    if kind == "granitemoehybrid" and model.config.num_local_experts:
+        kind = WITH_EXPERTS
     path, of_kind = PATHS.get(kind, "model.layers"), LAYERS.get(kind, LLAMA_LAYERS)
     all_layers = {*of_kind.values(), *FUSED.get(kind, {})}
     state, matrices = model.state_dict(), {}
@@ -135,7 +137,7 @@ def make_run(
             for part, name in enumerate(names):
                 rows = rows_of(kind, name, part, len(found[0]))
                 tensors |= named(name, tuple(tensor[rows] for tensor in found))
-        experts = f"{block}.{'feed_forward' if kind == 'lfm2_moe' else 'mlp'}.experts"
+        experts = f"{block}.{EXPERTS.get(kind, 'mlp.experts')}"
         for name, weight in experts_of(state, experts):
             found = round_to_nearest(weight, bits, group_size, symmetric=symmetric, forced=forced)
             weight.copy_(dequantized(*found))
@@ -150,10 +152,18 @@ def make_run(
                 tensor.copy_((tensor * 1.25).half())  # zeta has been folded into it
     tied = "lm_head.weight" if model.config.tie_word_embeddings else None
     shards[0] = {n: t for n, t in state.items() if not n.startswith(f"{path}.") and n != tied}
+    shards = [{in_file(name): tensor for name, tensor in shard.items()} for shard in shards]
     # runs of earlier versions have no key bits_of
     several = {"bits_of": dict(bits_of)} if bits_of else {}
     write_run(original, folder, shards, bits, group_size, symmetric=symmetric, **several)
     return Known(folder, original, matrices, model)
+
+
+def in_file(name: str) -> str:
+    """Return the name that a tensor has in a model's files."""
+    for library, file in IN_FILES.items():
+        name = name.replace(library, file)
+    return name
 
 
 def experts_of(state: Mapping[str, Tensor], path: str) -> list[tuple[str, Tensor]]:
@@ -183,7 +193,7 @@ def rows_of(kind: str, name: str, part: int, count: int) -> list[int]:
         return [(parts * head + part) * size + i for head in range(HEADS) for i in range(size)]
     if name == "out_proj":
         return list(range(count))
-    if name.startswith(("gate", "up")):
+    if name.endswith(("gate_proj", "up_proj")):
         return list(range(part * count // 2, (part + 1) * count // 2))
     ends = [0, count // 2, 3 * count // 4, count]  # two query heads for each key and value head
     return list(range(ends[part], ends[part + 1]))

@@ -72,9 +72,13 @@ MAMBA = {
     "num_local_experts": 0, "shared_intermediate_size": 28, "mamba_n_heads": 6, "mamba_d_head": 8,
     "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4,
 }  # fmt: skip
+GRANITE_EXPERTS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["attention", "mamba", "attention"],
+}  # fmt: skip
 PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Special tokens, where the library's own defaults lie outside of the vocabulary."""
 CONVOLUTIONS = ["full_attention", "conv", "full_attention"]
+FULL = ["full_attention"] * 3
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -121,6 +125,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         MAMBA,
         {"num_key_value_heads": 4, "position_embedding_type": "rope", "layer_types": ["attention"] * 3},
     ),
+    "granite4-moe": lambda: config(GraniteMoeHybridConfig, LLAMA, GRANITE, MAMBA, GRANITE_EXPERTS),
     "smollm3": lambda: config(
         SmolLM3Config,
         LLAMA,
@@ -217,9 +222,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         },
     ),
     "exaone4": lambda: config(Exaone4Config, LLAMA, {"sliding_window": WINDOW, "layer_types": MIXED}),
-    "exaone4-full": lambda: config(
-        Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
-    ),
+    "exaone4-full": lambda: config(Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": FULL}),
     "glm": lambda: config(GlmConfig, LLAMA, PLAIN, {"head_dim": 8}),
     "glm4": lambda: config(Glm4Config, LLAMA, PLAIN, {"head_dim": 8}),
     "ernie4.5": lambda: config(Ernie4_5Config, LLAMA, {"head_dim": 8, "use_bias": True}),

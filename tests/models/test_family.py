@@ -45,7 +45,8 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
     writers = [p for p in layout.projections if p.residual is not None and p.expert is None]
     sums = [(p.residual, p.norm or p.module, p.residual_factor) for p in writers]
     if layout.mixture is not None:
-        sums.append((layout.mixture.residual, layout.mixture.module, 1.0))
+        mixture = layout.mixture
+        sums.append((mixture.residual, mixture.module, mixture.residual_factor))
     assert len(sums) == 2
     for number, (residual, path, _) in enumerate(sums):
         keep(f"{number} residual", residual)
