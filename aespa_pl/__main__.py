@@ -8,6 +8,8 @@ from aespa_pl.processors import threads
 
 def main() -> None:
     """Run the command line; Ctrl-C while the libraries are being imported ends quietly as well."""
+    if sys.platform == "win32":
+        sys.exit("aespa-pl runs on Linux and macOS: on Windows use the Windows Subsystem for Linux")
     set_threads()
     try:
         from aespa_pl import cli  # noqa: PLC0415  (so that Ctrl-C is caught here)

@@ -164,6 +164,11 @@ def resume(
     :func:`quantize`. Raises UserError where there is no such run or what it was made from has changed, and
     KeyboardInterrupt where it was interrupted again.
     """
+    if of_quantize := next((key for key in settings if key in OF_CALL), None):
+        raise UserError(
+            f"{of_quantize} is a keyword of aespa_pl.quantize alone: a run keeps its model and calibration; "
+            "other texts to measure are data={'evaluation': {'texts': [...]}}"
+        )
     options = [Option("ckpt_path", str(folder)), *([Option(TRUST, "true")] if trust else [])]
     options += [option for key, value in settings.items() for option in _options(key, value)]
     return _fit(Arguments(tuple(options)), progress=progress)
@@ -185,8 +190,8 @@ def _options(key: str, value: Any) -> list[Option]:
 
 
 def _option(key: str, value: Any) -> Option:
-    if isinstance(value, str):
-        return Option(key, value)
+    if isinstance(value, str | os.PathLike):
+        return Option(key, os.fspath(value))
     try:  # numbers of NumPy and torch become Python's
         return Option(key, json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else str(v)))
     except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several numbers

@@ -12,7 +12,7 @@ from rich.console import Console
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, with_run
 from aespa_pl.commands.keys import HELP, nearest, refuse_mistakes, refuse_other_methods, show_help
-from aespa_pl.errors import EndedError, UserError, one_line, system_words
+from aespa_pl.errors import NOTHING_LOST, EndedError, UserError, one_line, system_words
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 MISTAKE = 2  # status of what the user can mend
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known = message_and_status(error, interruption.how_to_continue)
         if known is None:
             if interruption.how_to_continue:
-                error.add_note(f"nothing is lost; continue with: {interruption.how_to_continue}")
+                error.add_note(f"{NOTHING_LOST}; continue with: {interruption.how_to_continue}")
             raise
         stop(*known)
 

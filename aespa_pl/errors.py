@@ -5,6 +5,8 @@ import re
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that move the cursor, change colours or turn the direction of a text."""
 LONG_WORD = re.compile(r"(\S{200})\S{101,}(\S{80})")
+NOTHING_LOST = "nothing is lost"
+"""Begins the note of an error that nobody foresaw, before how to continue."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """Matches the memory address in Python's own text of an object."""
 

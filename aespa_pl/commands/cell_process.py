@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from aespa_pl.commands.output import CELL
 from aespa_pl.distributed.launch import LAUNCHER
+from aespa_pl.errors import NOTHING_LOST
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 
@@ -39,7 +40,7 @@ def failure(status: int, said: str) -> str:
     if status < 0:
         killed = " (most likely out of memory)" if status == -9 else ""  # the kernel's SIGKILL
         return f"ended by signal {-status}{killed}"
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in said.splitlines() if line.strip() and not line.startswith(NOTHING_LOST)]
     last = lines[-1] if lines else "it said nothing"
     return last.removeprefix("aespa-pl: ").partition("; continue with:")[0]
 

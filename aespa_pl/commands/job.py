@@ -102,7 +102,7 @@ class Job(Checked):
     def prepare(cls, settings: Settings, device: torch.device, devices: Devices = ONE_DEVICE) -> "Job":
         """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
         folder, model = find_model(settings, device, weights=True), settings.model
-        if model.revision is None and folder.parent.name == "snapshots":  # what main is today
+        if folder.parent.name == "snapshots":  # what a branch is today
             settings = replace(settings, model=replace(model, revision=folder.name))
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
         fitting = checked(settings, device, pretrained.config, pretrained.dtype, devices=devices)

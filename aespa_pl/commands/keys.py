@@ -220,7 +220,8 @@ def _takes(kind: Any, option: Option) -> bool:
 
 def show_help(command: str, says: str, words: Sequence[str]) -> None:
     """Print the common keys, or all of the section that the words name beside ``--help``."""
-    named = next((word for word in words if word not in HELP), None)
+    asked = next(i for i, word in enumerate(words) if word in HELP)
+    named = next((word for word in words[asked + 1 :][:1] if not word.startswith("-")), None)
     if named in (None, command):  # compare's and plan's own keys are among the common ones
         sys.stdout.write(_overview(command, says))
         return

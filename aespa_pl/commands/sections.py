@@ -1,6 +1,7 @@
 """Parse the sections of a configuration, ours and Lightning's, alike in every command and the Python call."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -90,7 +91,8 @@ class AespaCLI(LightningCLI):
             raise UserError(_value_refused(error)) from error
         if self.config.trainer.fast_dev_run:  # a smoke test, also in what the run's folder stores
             quantization, data, output = self.config.quantization, self.config.data, self.config.output
-            data.calibration.segments = min(data.calibration.segments, SMOKE_SEGMENTS)
+            segments = _smoke_segments(data.calibration.source, self.config.trainer.devices)
+            data.calibration.segments = min(data.calibration.segments, segments)
             quantization.rounding.iterations = min(quantization.rounding.iterations, SMOKE_ITERATIONS)
             for tuning in (quantization.tuning.blocks, quantization.tuning.model):
                 tuning.epochs = tuning.batch_size = 1
@@ -158,6 +160,15 @@ class AespaCLI(LightningCLI):
         if made.trainer.accelerator == "auto" and not torch.cuda.is_available():
             made.trainer.accelerator = "cpu"  # Lightning may find MPS, which lacks types that are needed
         return made
+
+
+def _smoke_segments(source: Any, devices: Any) -> int:
+    """Return the segments of a smoke test: one of each text, and two for each device, at least."""
+    shares = [share for share in source.values() if share > 0] if isinstance(source, Mapping) else []
+    of_texts = math.ceil(sum(shares) / min(shares)) if shares else 1
+    count = len(devices) if isinstance(devices, list) else devices
+    count = int(count) if str(count).isdecimal() else torch.cuda.device_count()  # auto, or -1
+    return max(SMOKE_SEGMENTS, of_texts, 2 * count)
 
 
 def _absolute_texts(given: Any) -> Any:

@@ -114,9 +114,8 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
     others = "; ".join([*typed, chosen.rounded(model) or f"not quantized: {kept}"])
     calibrated = ""
     if method != "rtn":  # which looks at no text
-        calibrated = (
-            f" calibrated on {data.segments} segments of {data.segment_length} tokens of {markdown(source)};"
-        )
+        length = data.segment_length or model.family.positions(model.pretrained.config)
+        calibrated = f" calibrated on {data.segments} segments of {length} tokens of {markdown(source)};"
     return f"{method}: {model.granularity};{calibrated} {others}."
 
 

@@ -52,10 +52,11 @@ class StoredRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """Read several runs as :func:`read_run` does; equal names get one more folder before them."""
+    """Read several runs as :func:`read_run` does; equal names get the folders before them that differ."""
     runs = [read_run(folder) for folder in folders]
-    names = [run.name for run in runs]
-    return [replace(run, parents=2) if names.count(run.name) > 1 else run for run in runs]
+    while len(names := [run.name for run in runs]) > len(set(names)):
+        runs = [replace(r, parents=r.parents + 1) if names.count(r.name) > 1 else r for r in runs]
+    return runs
 
 
 def read_run(folder: Path) -> StoredRun:

@@ -19,14 +19,17 @@ T = TypeVar("T")
 def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
     """Return the settings of the run in a folder; what its fingerprint has counts before config.yaml.
 
-    Keys that this version does not know are left out. Raises UserError where a value is none that is allowed.
+    That is all of the quantization but the number of iterations, with which a run may be continued. Keys that
+    this version does not know are left out. Raises UserError where a value is none that is allowed.
     """
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError("it has no sections")
-        content["quantization"] = _of_journal(fingerprint) or content["quantization"]
+        if section := _of_journal(fingerprint):
+            rounding = {**content["quantization"].get("rounding", {}), **section.get("rounding", {})}
+            content["quantization"] = {**section, "rounding": rounding}
         return _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError

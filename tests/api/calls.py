@@ -42,7 +42,7 @@ def call(folder: Path, **more: Any) -> aespa_pl.QuantizedRun:
         "calibration": tokens(),
         "evaluation": [],
         "data": {"cache": str(folder / "cache")},
-        "output": {"folder": str(folder / "runs"), "checkpoint_iterations": 10},
+        "output": {"folder": folder / "runs", "checkpoint_iterations": 10},
         "trainer": {"accelerator": "cpu"},
         "tokenizer": tokenizer(),
     }

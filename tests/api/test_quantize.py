@@ -192,6 +192,10 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
         ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),
         ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),
+        (
+            {"calibration": {"source": Path("no.txt"), "segment_length": 16}},
+            r"no\.txt is neither c4, .* nor an existing file",
+        ),
         ({"trainer": {"devises": 2}}, r"trainer\.devises is unknown: did you mean trainer\.devices\?$"),
         ({"config": "no.yaml"}, r"there is no file no\.yaml"),
     ],

@@ -217,18 +217,20 @@ def test_a_run_is_continued_with_less_free_memory(
     assert "finished already" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("branch", [[], ["--model.revision", "branch"]])
 def test_a_run_is_continued_with_the_revision_that_it_has_found(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+    branch: list[str], aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's main may be another commit meanwhile; the hub is replaced by a folder of snapshots."""
     snapshots = Path("snapshots").absolute()
     shutil.copytree(model, snapshots / "first")
     main = "first"
     monkeypatch.setattr(
-        "aespa_pl.commands.job.resolve", lambda _, revision, **__: snapshots / (revision or main)
+        "aespa_pl.commands.job.resolve",
+        lambda _, revision, **__: snapshots / (main if revision in (None, "branch") else revision),
     )
     arguments = [*small(model), *NO_TEXTS, "--model.pretrained", "org/name"]
-    status, out, err = aespa("fit", *arguments)
+    status, out, err = aespa("fit", *arguments, *branch)
     assert (status, err) == (0, "")
     run = Path(out.splitlines()[-1])
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == "first"

@@ -64,6 +64,12 @@ def test_help_of_an_unknown_section_is_refused(aespa: CommandLine) -> None:
     assert "--quantization.bits" not in out
 
 
+def test_help_behind_other_options_is_that_of_the_command(aespa: CommandLine) -> None:
+    status, out, _ = aespa("fit", "--config", "quickstart_w2.yaml", "--help")
+    assert status == 0
+    assert out == aespa("fit", "--help")[1]
+
+
 def test_a_command_s_own_keys_are_in_its_help(aespa: CommandLine) -> None:
     assert "--compare.methods" in aespa("compare", "--help", "compare")[1]
     assert "--plan.device" in aespa("plan", "--help", "plan")[1]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import MPSAccelerator
 
+from aespa_pl.commands.arguments import Arguments
+from aespa_pl.commands.sections import AespaCLI
 from tests.cli.commands import NO_TEXTS, CommandLine, small
 
 DECIDED = (
@@ -204,3 +206,18 @@ def test_packed_model_without_texts_or_tasks_is_refused(aespa: CommandLine, mode
     status, _, err = aespa("test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu", *NO_TEXTS)
     assert (status, err.count("\n")) == (2, 1)
     assert "data.evaluation.texts is empty: name at least one text, or tasks with --tasks" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "segments"),
+    [
+        ([], 4),
+        (["--data.calibration.source={c4: 0.9, wikitext2: 0.1}"], 10),
+        (["--trainer.devices=4"], 8),
+        (["--trainer.devices=4", "--data.calibration.segments=6"], 6),
+    ],
+)
+def test_a_smoke_test_has_segments_of_all_texts_and_for_all_devices(words: list[str], segments: int) -> None:
+    given = Arguments.read(["--model.pretrained=org/name", "--trainer.fast_dev_run=true", *words])
+    parsed = AespaCLI(given, "fit")
+    assert parsed.settings.data.calibration.segments == segments

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.cell_process import in_process
+from aespa_pl.commands.cell_process import failure, in_process
 from aespa_pl.commands.compare import compare, run
 from aespa_pl.distributed.launch import LAUNCHER
 from aespa_pl.errors import EndedError
@@ -35,6 +35,11 @@ def test_a_file_of_the_current_folder_is_no_library_of_a_cell(
     said = in_process(Interruption(), ["--nowhere=1"])  # refused before torch is imported
     assert "the file of the current folder ran" not in said
     assert "nowhere is unknown" in said
+
+
+def test_the_reason_of_a_crash_is_its_error_not_how_to_continue() -> None:
+    said = "Traceback ...\nRuntimeError: a bug\nnothing is lost; continue with: aespa-pl fit --ckpt_path x\n"
+    assert failure(1, said) == "RuntimeError: a bug"
 
 
 def test_a_comparison_that_is_stopped_says_once_how_it_goes_on(

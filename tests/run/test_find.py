@@ -39,6 +39,11 @@ def test_a_short_relative_path_leads_to_a_run_with_a_name(
         monkeypatch.chdir(folder)
         found = find_run(given, Path("nowhere"))
         assert (found.resolve(), found.parent.name) == (run, "a")
+    other = run_of(tmp_path / "b", 2000)
+    monkeypatch.chdir(run)
+    assert find_run("../../b", Path("nowhere")) == other
+    with pytest.raises(UserError, match="misspelt is not the folder of a run"):
+        find_run("misspelt", Path("nowhere"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is not the folder of a run"):
         find_run(".", Path("nowhere"))  # not the last run of any name below it

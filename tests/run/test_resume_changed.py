@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.run.find import version_number
+from aespa_pl.run.journal import Run
+from aespa_pl.run.stored_settings import stored_settings
 from tests.disks import flip
 from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, checkpoint_of, copied, results
 
@@ -75,6 +77,8 @@ def test_iterations_may_change_for_the_blocks_to_come(bench: Bench, stopped: Pat
     outcome = bench.fit(name, *LAST, f"--quantization.rounding.iterations={2 * ITERATIONS}")
     assert outcome.status == 0, outcome.text
     assert (run / "blocks/block_000.safetensors").read_bytes() == first
+    stored = stored_settings(run, Run.open(run).fingerprint)
+    assert stored.quantization.rounding.iterations == 2 * ITERATIONS
 
 
 def test_fewer_iterations_than_a_checkpoint_has_learn_its_block_again(bench: Bench, stopped: Path) -> None:
