@@ -22,7 +22,7 @@ from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.tune import Tuned
-from tests.block.blocks import FEW, begin, example, gridded, make_statistics
+from tests.block.blocks import FEW, LEARNED, begin, example, gridded, make_statistics
 from tests.rounding.problems import SETTINGS, module_of, problems
 from tests.tuning.tuned import Example, tune_block
 
@@ -82,7 +82,7 @@ def errors_are_everybodys(world: World) -> None:
 
 def steps_are_those_of_one(world: World) -> None:
     """The integers after each step of a block are the same, without Trainers."""
-    one, several = gridded("llama-grouped"), gridded("llama-grouped", world=world)
+    one, several = (gridded("llama-grouped", LEARNED, of) for of in (ALONE, world))
     for name, p in one.projections.items():
         for kind in ("scale", "zero_point", "zeta"):
             found = getattr(several.projections[name].grid, kind)

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
-from aespa_pl.algorithm.optq import factored_for_all, update_rows, update_weights
+from aespa_pl.algorithm.optq import (
+    FactoredColumns,
+    factor_columns,
+    factored_for_all,
+    update_rows,
+    update_weights,
+)
 from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
 from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
@@ -25,30 +31,40 @@ loss of OPTQ by some percent, and a third one by little."""
 
 
 def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
-    """Replace the integers by OPTQ's, and keep W' as the start of the learning (step 3).
+    """Replace the integers by OPTQ's, and keep W' where the learning starts from it (step 3).
 
     The processes of the ``world`` divide the rows, and all get all integers. With ``rows`` later rows
     compensate as well, where the objective couples the rows of a head (BoA). Raises NumericalError, with the
     name of the projection, where a Hessian cannot be factored.
     """
+    H, factored = None, None  # projections with one H, such as gate and up, follow one another
     for p in block.projections.values():
         share = p.share(world, coupled=False)
         with block.naming(p), world.failing_together():
-            found = [updated_rows(part, rows=rows) for part in p.rows(share)]
+            if p.hessian is not H:
+                H, factored = p.hessian, None  # in this order: two factors of a wide input may not fit
+                if len(H) == 1 and (p.other_side is None or not rows):
+                    factored = factor_columns(H[:])
+            found = [updated_rows(part, factored, rows=rows) for part in p.rows(share)]
         updated, integers, grids, added = zip(*found, strict=True)
-        p.updated = share.whole(torch.cat(updated))
+        if p.learned:
+            p.updated = share.whole(torch.cat(updated))
+        del found, updated
         p.integers = share.whole(torch.cat(integers).to(torch.uint8))
         p.grid = joined(grids).merged(share.whole)
         p.measured["extra_damping"] = world.largest(float(torch.cat(added).max()))
 
 
-def updated_rows(part: Rows, *, rows: bool = False) -> tuple[Tensor, Tensor, Grid, Tensor]:
+def updated_rows(
+    part: Rows, factored: FactoredColumns | None = None, *, rows: bool = False
+) -> tuple[Tensor, Tensor, Grid, Tensor]:
     """Return W', integers, grid and extra damping; a block type's grid follows the integers, and these it."""
     W, H, G, grid = part.weight, part.hessian, part.other_side, part.grid
     if rows and G is not None:
         update_on = partial(update_rows, W, H, G)
     else:  # the factors do not depend on the grid
-        factored = None if grid.factors is None else factored_for_all(H)
+        if factored is None and grid.factors is not None:
+            factored = factored_for_all(H)
         update_on = partial(update_weights, W, H, factored=factored)
     updated, integers, added = update_on(grid)
     for _ in range(REFITS if grid.factors is not None else 0):

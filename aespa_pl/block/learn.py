@@ -39,11 +39,7 @@ class Learner:
         Raises NumericalError where a loss is not finite, and UserError where a callback ends one early.
         """
         context, run = self.context, self.context.run
-        learned = {
-            name: p
-            for name, p in block.projections.items()
-            if context.settings.learns(attention=p.projection.role is not Role.OTHER)
-        }
+        learned = {name: p for name, p in block.projections.items() if p.learned}
         divisible = [
             Divisible(name, p.heads, p.weight.numel(), not p.hessian.in_memory) for name, p in learned.items()
         ]

@@ -64,12 +64,15 @@ class QuantizedProjection:
     """G ``[heads, rows, rows]``, damped, where the objective couples the rows of a head; None elsewhere."""
     row_factor: Tensor
     """``[heads, rows]``: zeta of the next input group, which is folded into the rows; 1 where none is."""
+    learned: bool = False
+    """Whether the rounding is learned (step 4)."""
     grid: Grid = field(init=False)
     """Grid before folding; it is there from step 2 on, as the integers are."""
     integers: Tensor = field(init=False)
     """Best integers so far, uint8, ``[heads, rows, d_in]``."""
     updated: Tensor | None = None
-    """W', the weights at the moment when OPTQ was about to round them, until learning has begun there."""
+    """W', the weights at the moment when OPTQ was about to round them, until learning has begun there; None
+    where no rounding is learned."""
     measured: dict[str, float] = field(default_factory=lambda: {"extra_damping": 0.0})
     """Losses and other numbers that the steps leave for the journal."""
     descent: list[float] = field(default_factory=list)
@@ -168,7 +171,8 @@ class QuantizedBlock:
             elif G is not None:
                 # or errors of Q grow where keys are small, and of K where queries are (docs/algorithm.md)
                 G = damped(G, settings.objective.query_key_damping)
-            quantized = QuantizedProjection(p, weight, hessian, G, torch.ones_like(weight[..., 0]))
+            learned = settings.learns(attention=p.role is not Role.OTHER)
+            quantized = QuantizedProjection(p, weight, hessian, G, torch.ones_like(weight[..., 0]), learned)
             if name in statistics.reached:
                 quantized.measured |= asdict(statistics.reached[name])
             projections[p.name] = quantized

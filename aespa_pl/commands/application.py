@@ -92,11 +92,9 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
 
 def _with_agreed_place(job: Job, world: World) -> Job:
     """Have the blocks of the end-to-end tuning on disk in all processes where they don't fit in one."""
-    tuning = job.quantization.tuning
-    if not world.largest(int(tuning.model.blocks == "disk")):
+    if not world.largest(int(job.quantization.tuning.model.blocks == "disk")):
         return job
-    tuning = replace(tuning, model=replace(tuning.model, blocks="disk"))
-    return replace(job, quantization=replace(job.quantization, tuning=tuning))
+    return replace(job, quantization=job.quantization.with_place("disk"))
 
 
 def _check_inputs(job: Job, setup: Setup) -> None:
@@ -110,12 +108,11 @@ def _continued(settings: Settings, resume: str | None) -> Settings:
     if resume in (None, LAST):
         return settings
     run = Run.open(Path(resume))
-    settings, tuning = _with_revision(settings, run), settings.quantization.tuning
-    if tuning.model.blocks != "auto":
+    settings = _with_revision(settings, run)
+    if settings.quantization.tuning.model.blocks != "auto":
         return settings
     place = stored_quantization(run).tuning.model.blocks
-    tuning = replace(tuning, model=replace(tuning.model, blocks=place))
-    return replace(settings, quantization=replace(settings.quantization, tuning=tuning))
+    return replace(settings, quantization=settings.quantization.with_place(place))
 
 
 def _with_revision(settings: Settings, run: Run) -> Settings:

@@ -100,10 +100,9 @@ def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
     if given.quantization.format == UNIFORM:
         # what the user keeps, and the head, is nothing to choose for
         changes = {"bits_of": given.quantization.bits_of | {key: int(bits) for key, bits in chosen.items()}}
-    tuning = given.quantization.tuning
-    if tuning.model.blocks == "auto":  # the place was found with the memory that all processes share
-        tuning = replace(tuning, model=replace(tuning.model, blocks=job.quantization.tuning.model.blocks))
-    quantization = replace(given.quantization, **changes, tuning=tuning)
+    quantization = replace(given.quantization, **changes)
+    if quantization.tuning.model.blocks == "auto":  # it was found with the memory that all processes share
+        quantization = quantization.with_place(job.quantization.tuning.model.blocks)
     return Job.prepare(replace(given, quantization=quantization), job.device)
 
 

@@ -123,12 +123,11 @@ def resolved_data(
 
 def resolved_place(setup: Setup) -> QuantizationSettings:
     """Return the settings without ``auto``: the end-to-end tuning has the blocks in memory where all fit."""
-    settings, tuning = setup.quantization, setup.quantization.tuning
-    if tuning.model.blocks != "auto":
+    settings = setup.quantization
+    if settings.tuning.model.blocks != "auto":
         return settings
     needed = model_bytes(setup.shape, setup.work, settings, recompute=True)
-    place: Literal["memory", "disk"] = "memory" if needed <= room(setup).free else "disk"
-    return replace(settings, tuning=replace(tuning, model=replace(tuning.model, blocks=place)))
+    return settings.with_place("memory" if needed <= room(setup).free else "disk")
 
 
 def _hidden_place(setup: Setup) -> Literal["device", "memory", "disk"]:

@@ -158,10 +158,10 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # with G of the end loss a copy of what is polished, G dW H with its product, and two copies of G
     with_g = max((3 * m.size + 2 * m.rows * rows for m, rows in shape.coupled(settings)), default=0)
     polished = POLISH_BYTES * max(largest, coupled) + FLOAT * with_g if settings.polish.enabled else 0
-    rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
-    learned = sum(m.size for m in shape.learned(settings))
+    rounded = (FLOAT + 1) * weights  # with their integers
+    learned = sum(m.size for m in shape.learned(settings))  # W' is there from OPTQ until they are learned
     factor, optq_weight = FLOAT * factored, OPTQ_BYTES if settings.format == "uniform" else REFIT_BYTES
-    optq_bytes = steady + rounded + FLOAT * weights + max(FACTORED * factor, factor + optq_weight * largest)
+    optq_bytes = steady + rounded + FLOAT * learned + max(FACTORED * factor, factor + optq_weight * largest)
     search = _search_bytes(shape, settings, accelerator=accelerator)
     learning = _learning_bytes(shape, settings, partition, accelerator=accelerator)
     needs = {
@@ -171,7 +171,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
         "grid": steady + rounded + search if search else 0,
         "OPTQ": optq_bytes if settings.optq.enabled else 0,
         "rounding": block + learning if learned else 0,
-        "polish": steady + rounded + FLOAT * (weights - learned) + polished if polished else 0,
+        "polish": steady + rounded + polished if polished else 0,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
         + (0 if accelerator else tuning.streaming_bytes(shape, work, settings)),

@@ -5,11 +5,11 @@ from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 BLOCK_BYTES = {
-    **dict.fromkeys(("straight-through", "clipping", "affine"), 7 * FLOAT + 1),
-    "annealed": 9 * FLOAT + 1,
-    "rounding": 9 * FLOAT + 3,
+    **dict.fromkeys(("straight-through", "clipping", "affine"), 6 * FLOAT + 1),
+    "annealed": 8 * FLOAT + 1,
+    "rounding": 8 * FLOAT + 3,
 }
-"""Bytes of a weight of a block. In float32: the weight that is aimed at, the latent value with gradient, two
+"""Bytes of a weight of a block. In float32: the latent value with gradient, two
 moments and best epoch, and the weight of the forward pass; the integer in uint8. Annealed: also the soft
 integer and the derivative. Rounding: also h and its derivative, and the lower integer in int16. Clipping and
 affine: instead of gradient, moments and best epoch, what autograd keeps of the weights before and behind the

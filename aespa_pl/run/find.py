@@ -27,8 +27,8 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
         path = expanded(given)
         if path.name in NAMELESS or ".." in path.parts:
             path = path.resolve()
-        folders = path, *(parent for parent in path.parents if parent != Path() or path.exists())
-        above = (folder for folder in folders if (folder / JOURNAL).is_file())
+        around = [parent for parent in path.parents if parent != Path() or path.exists()]
+        above = (folder for folder in (path, *around) if (folder / JOURNAL).is_file())
         run = next(above, None) or last_run(path.parent, path.name)
         missing = f"{given} is not the folder of a run, nor a file inside one: {GIVE}, or last"
     if run is None:

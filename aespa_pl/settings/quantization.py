@@ -1,6 +1,6 @@
 """Define the settings that decide how weights become integers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -233,6 +233,11 @@ class QuantizationSettings:
     def streams(self) -> int:
         """Return how many streams of hidden states wait at once: up to two, and one between the sublayers."""
         return 1 + self.two_streams + self.tuning.by_sublayer
+
+    def with_place(self, blocks: Literal["auto", "memory", "disk"]) -> "QuantizationSettings":
+        """Return the settings with another place of the blocks in the end-to-end tuning."""
+        model = replace(self.tuning.model, blocks=blocks)
+        return replace(self, tuning=replace(self.tuning, model=model))
 
     def learns(self, *, attention: bool) -> bool:
         """Return whether the rounding of Q, K and V (attention), or of the others, is learned."""

@@ -115,7 +115,7 @@ class MovingTuning(Tuning):
     def __init__(self, moves: Moves, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.moves = moves
-        self._best_of: dict[int, int] = {}  # step of the best epoch, by the step of each checkpoint
+        self._best_of: dict[int, set[int]] = {}  # steps of the best epochs, by that of each checkpoint
 
     def on_train_batch_start(self, batch: Pair, batch_idx: int) -> None:
         """Follow the schedule, and remove the files that nothing needs: a checkpoint is complete."""
@@ -124,7 +124,7 @@ class MovingTuning(Tuning):
         self.moves.share = group["lr"] / group["max_lr"]
         # callbacks of the user's save checkpoints as well, from which nothing is resumed
         saved = self.moves.saved()
-        resumed = () if saved not in self._best_of else (saved, self._best_of[saved])
+        resumed = () if saved not in self._best_of else (saved, *self._best_of[saved])
         self.moves.keep({self.moves.step, self._best_step, *resumed})
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
@@ -135,13 +135,14 @@ class MovingTuning(Tuning):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which files go with the checkpoint."""
         super().on_save_checkpoint(checkpoint)
-        self._best_of[self.moves.step] = self._best_step
+        # callbacks may save at one step before and after a validation
+        self._best_of.setdefault(self.moves.step, set()).add(self._best_step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on from the files that go with the checkpoint."""
         super().on_load_checkpoint(checkpoint)
         self.moves.step = self.visited_steps
-        self._best_of = {self.moves.step: self._best_step}
+        self._best_of = {self.moves.step: {self._best_step}}
 
     def restore_best(self) -> None:
         """Go back to the best epoch; the checkpoint counts until its result is written, so all files stay."""

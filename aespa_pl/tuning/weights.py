@@ -70,9 +70,10 @@ class TunableBlock:
     """Quantized weights by projection."""
     dtypes: Mapping[str, torch.dtype]
     """Types that the block's parameters are stored in, by their names."""
-    targets: Mapping[str, Tensor] | None = None
-    """Weights ``[rows, d_in]`` that the integers were chosen for, with zeta folded, by projection; None: the
-    quantized weights themselves, so that an integer moves only where many mini-batches agree on it."""
+    targets: dict[str, Tensor] | None = None
+    """Weights ``[rows, d_in]`` that the integers were chosen for, with zeta folded, by projection, until the
+    training of these begins; None: the quantized weights themselves, so that an integer moves only where many
+    mini-batches agree on it."""
 
 
 def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout) -> Recipe:
@@ -103,7 +104,8 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
 def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     """Parametrize weights of a block, and let its norms and biases be rounded to their stored types.
 
-    All projections of one linear layer become one weight. Parameters that the recipe doesn't learn stay.
+    All projections of one linear layer become one weight. Parameters that the recipe doesn't learn stay. The
+    weights that are aimed at are taken out of ``tunable``, because they are as large as the block.
     """
     block, layout, starts = tunable.block, tunable.layout, tunable.weights
     layers = _layers(layout)
@@ -113,8 +115,10 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     for path, projections in layers.items():
         layer = cast(nn.Linear, block.get_submodule(path))
         start = merged_weight({p.name: starts[p.name] for p in projections}, layout, path)
-        targets = tunable.targets
-        target = start.weight() if targets is None else merged(targets, layout, path)
+        if tunable.targets is None:
+            target = start.weight()
+        else:
+            target = merged({p.name: tunable.targets.pop(p.name) for p in projections}, layout, path)
         made = recipe.weight(path, start, target)
         parametrize.register_parametrization(layer, "weight", made)
         _latent(layer).requires_grad_(recipe.learns_latent)

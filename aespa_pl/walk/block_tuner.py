@@ -38,6 +38,14 @@ class Unit:
     targets: Batches  # hidden states of the original at the end of the unit
 
 
+class _ReachedError(Exception):
+    """Ends the run of a block where its second sublayer begins, with the hidden states there."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
 @dataclass(frozen=True)
 class BlockTuner:
     """Tunes one block after the other."""
@@ -155,14 +163,18 @@ class BlockTuner:
 
     def _run_attention(self, last: InputGroup, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return what the feed-forward network, whose ``last`` group it is, and its residual begin with."""
-        kept: list[Tensor] = []
         module = block.get_submodule(cast(str, last.projections[0].residual))
-        handle = module.register_forward_pre_hook(lambda _, arguments: kept.append(arguments[0]))
+
+        def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            raise _ReachedError(arguments[0])
+
+        handle = module.register_forward_pre_hook(stop)
         try:
-            self._run_block(block, hidden)
+            return self._run_block(block, hidden)
+        except _ReachedError as reached:
+            return reached.hidden.view(hidden.shape)  # some families have flattened it
         finally:
             handle.remove()
-        return kept[0].view(hidden.shape)  # some families have flattened it
 
 
 def sublayers_of(groups: tuple[InputGroup, ...]) -> tuple[tuple[InputGroup, ...], tuple[InputGroup, ...]]:

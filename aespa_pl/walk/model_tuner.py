@@ -227,7 +227,10 @@ class ModelTuner:
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
         family, file, model_file = source.family, run.block_file(index), self.writer.block_file(index)
         tensors, complete = load_file(file), source.pretrained.with_block(index, model_file)
-        stored = {name: complete.tensor(name) for name in complete.block_names(index)}
+        prefix = family.block_prefix(index)
+        matrices = {f"{prefix}{p.module}.weight": p.module for p in layout.projections}
+        names = [name for name in complete.block_names(index) if name not in matrices]
+        stored = {name: complete.tensor(name) for name in names}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)
         if distances := offsets(run, index):
@@ -235,9 +238,8 @@ class ModelTuner:
             tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
         weights = {name: q.weight() for name, q in quantized.items()}
         stored |= {name: learned[name] for name in stored if name in learned}
-        for path in {p.module: None for p in layout.projections}:
-            name = f"{family.block_prefix(index)}{path}.weight"
-            stored[name] = merged(weights, layout, path).to(stored[name].dtype)
+        for name, path in matrices.items():
+            stored[name] = merged(weights, layout, path).to(DTYPES[complete.tensors[name].dtype])
         write_tensors(run.staged(file), tensors, {})
         staged = replace(self.writer, folder=run.staged(self.writer.folder))
         staged.write_block(index, family.as_stored(stored))

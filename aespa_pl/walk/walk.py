@@ -198,6 +198,7 @@ class Walk:
 
     def _tune_model(self, tuner: ModelTuner, tokens: Tensor, streams: Streams) -> None:
         context, phase = self.context, "tuning the model"
+        streams.quantized = []  # whose memory the tuning may need
         seconds = context.stopwatch.since()
         with context.measure(phase):
             tuned, moved = tuner.tune(tokens, streams.original)

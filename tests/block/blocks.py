@@ -20,6 +20,8 @@ from tests.models.examples import make_ours
 QUICK = GridSettings(max_rounds=2)
 """Enough for a zeta that is not 1."""
 FEW = resolved(QuantizationSettings(grid=QUICK))
+LEARNED = resolved(QuantizationSettings(method="aespa", grid=QUICK))
+"""The same with a rounding that is learned."""
 ROLES = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
 """Names of all families but BLOOM, whose projections are called as their roles are."""
 

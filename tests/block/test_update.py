@@ -6,13 +6,13 @@ from torch import Tensor
 
 from aespa_pl.errors import NumericalError
 from tests import reference
-from tests.block.blocks import begin, example, make_block, make_statistics, next_zeta, updated
+from tests.block.blocks import LEARNED, begin, example, make_block, make_statistics, next_zeta, updated
 
 
 def test_optq_updates_each_head_with_its_own_hessian_on_the_exported_grid() -> None:
-    problem = updated(make_block("llama"))
+    problem = updated(make_block("llama", LEARNED), LEARNED)
     prepared = problem.projections
-    for name in ("q_proj", "v_proj", "up_proj"):
+    for name in ("q_proj", "k_proj", "v_proj", "up_proj"):
         p = prepared[name]
         heads = p.weight.shape[0]
         H = p.hessian[:].double().expand(heads, -1, -1)
@@ -29,6 +29,7 @@ def test_optq_updates_each_head_with_its_own_hessian_on_the_exported_grid() -> N
             torch.testing.assert_close(p.updated[head, row].double(), expected, rtol=0, atol=1e-4)
             assert torch.equal(p.integers[head, row].double(), integers)
         assert not torch.equal(p.updated, p.weight)
+    assert updated(make_block("llama")).projections["q_proj"].updated is None  # nothing is learned from it
 
 
 def test_loss_is_the_quadratic_form_of_the_error() -> None:

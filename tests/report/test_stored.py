@@ -104,6 +104,6 @@ def test_runs_of_one_name_are_told_apart_by_the_folder_before_it(tmp_path: Path)
     places = ("a/run/version_0", "b/run/version_0", "b/other/version_0")
     folders = [simulate(tmp_path / place, 1) for place in places]
     assert [run.name for run in read_runs(folders)] == [*places[:2], "other/version_0"]
-    places = ("a/logs/run/version_0", "b/logs/run/version_0")
-    folders = [simulate(tmp_path / place, 1) for place in places]
-    assert [run.name for run in read_runs(folders)] == [*places]
+    deeper = ("a/logs/run/version_0", "b/logs/run/version_0")
+    folders = [simulate(tmp_path / place, 1) for place in deeper]
+    assert [run.name for run in read_runs(folders)] == [*deeper]
