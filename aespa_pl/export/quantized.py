@@ -219,7 +219,7 @@ class QuantizedModel:
         except ValueError as error:
             why = f"the run {self.run.folder}: {name}: {error}: quantize the model again"
             raise UserError(why) from error
-        return merged_weight(parts, self.layouts[index], projections[0].module)
+        return merged_weight(parts, self.layouts[index], projections)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the original stores a tensor in."""

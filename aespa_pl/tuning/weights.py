@@ -1,6 +1,6 @@
 """Turn quantized projections into parametrizations of a block's linear layers, as a recipe says, and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -108,17 +108,17 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     weights that are aimed at are taken out of ``tunable``, because they are as large as the block.
     """
     block, layout, starts = tunable.block, tunable.layout, tunable.weights
-    layers = _layers(layout)
+    layers = layers_of(layout)
     transformed = recipe.transforms.keys() - {f"{path}.weight" for path in layers}  # routers among them
     others = (n for n, p in block.named_parameters() if p.dim() == 1 or n in transformed)
     vectors = {name: tunable.dtypes[name] for name in others}
     for path, projections in layers.items():
         layer = cast(nn.Linear, block.get_submodule(path))
-        start = merged_weight({p.name: starts[p.name] for p in projections}, layout, path)
+        start = merged_weight({p.name: starts[p.name] for p in projections}, layout, projections)
         if tunable.targets is None:
             target = start.weight()
         else:
-            target = merged({p.name: tunable.targets.pop(p.name) for p in projections}, layout, path)
+            target = merged({p.name: tunable.targets.pop(p.name) for p in projections}, layout, projections)
         made = recipe.weight(path, start, target)
         parametrize.register_parametrization(layer, "weight", made)
         _latent(layer).requires_grad_(recipe.learns_latent)
@@ -149,7 +149,7 @@ def parametrize_vectors(
 def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, StoredWeight]:
     """Return what the weights of a parametrized block stand for, by projection."""
     weights: dict[str, StoredWeight] = {}
-    for path, projections in _layers(layout).items():
+    for path, projections in layers_of(layout).items():
         layer = cast(nn.Linear, block.get_submodule(path))
         made = cast(WeightParametrization, layer.get_submodule("parametrizations.weight.0"))
         whole = made.quantized(_latent(layer).detach())
@@ -167,9 +167,8 @@ def remove_parametrizations(block: nn.Module) -> None:
     block.requires_grad_(requires_grad=False)
 
 
-def merged(parts: Mapping[str, Tensor], layout: BlockLayout, path: str) -> Tensor:
+def merged(parts: Mapping[str, Tensor], layout: BlockLayout, projections: Sequence[Projection]) -> Tensor:
     """Return the parts ``[rows, ...]`` of all projections of a linear layer, in the order of its rows."""
-    projections = _layers(layout)[path]
     first = parts[projections[0].name]
     whole = first.new_empty(sum(len(parts[p.name]) for p in projections), *first.shape[1:])
     for projection in projections:
@@ -178,15 +177,18 @@ def merged(parts: Mapping[str, Tensor], layout: BlockLayout, path: str) -> Tenso
     return whole
 
 
-def merged_weight(parts: Mapping[str, StoredWeight], layout: BlockLayout, path: str) -> StoredWeight:
-    """Return the weights of all projections of a linear layer, and of no others, as its one weight."""
-    first, *_ = parts.values()
-    whole = {k: merged({n: getattr(q, k) for n, q in parts.items()}, layout, path) for k in first.tensors()}
+def merged_weight(
+    parts: Mapping[str, StoredWeight], layout: BlockLayout, projections: Sequence[Projection]
+) -> StoredWeight:
+    """Return the weights of all projections of a linear layer as its one weight."""
+    first = parts[projections[0].name]
+    numbers = {kind: {n: getattr(q, kind) for n, q in parts.items()} for kind in first.tensors()}
+    whole = {kind: merged(each, layout, projections) for kind, each in numbers.items()}
     weight: StoredWeight = replace(first, **whole)  # type: ignore[arg-type]
     return weight
 
 
-def _layers(layout: BlockLayout) -> dict[str, list[Projection]]:
+def layers_of(layout: BlockLayout) -> dict[str, list[Projection]]:
     """Return the projections of each linear layer, by its path."""
     layers: dict[str, list[Projection]] = {}
     for projection in layout.projections:

@@ -34,6 +34,7 @@ from aespa_pl.tuning.weights import (
     EVERYTHING,
     SCALES,
     TunableBlock,
+    layers_of,
     merged,
     parametrize_block,
     parametrize_vectors,
@@ -228,7 +229,7 @@ class ModelTuner:
         family, file, model_file = source.family, run.block_file(index), self.writer.block_file(index)
         tensors, complete = load_file(file), source.pretrained.with_block(index, model_file)
         prefix = family.block_prefix(index)
-        matrices = {f"{prefix}{p.module}.weight": p.module for p in layout.projections}
+        matrices = {f"{prefix}{path}.weight": each for path, each in layers_of(layout).items()}
         names = [name for name in complete.block_names(index) if name not in matrices]
         stored = {name: complete.tensor(name) for name in names}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
@@ -236,10 +237,11 @@ class ModelTuner:
         if distances := offsets(run, index):
             quantized = moved(quantized, layout, distances)
             tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
-        weights = {name: q.weight() for name, q in quantized.items()}
         stored |= {name: learned[name] for name in stored if name in learned}
-        for name, path in matrices.items():
-            stored[name] = merged(weights, layout, path).to(DTYPES[complete.tensors[name].dtype])
+        for name, projections in matrices.items():
+            weights = {p.name: quantized[p.name].weight() for p in projections}
+            value = merged(weights, layout, projections)
+            stored[name] = value.to(DTYPES[complete.tensors[name].dtype])
         write_tensors(run.staged(file), tensors, {})
         staged = replace(self.writer, folder=run.staged(self.writer.folder))
         staged.write_block(index, family.as_stored(stored))

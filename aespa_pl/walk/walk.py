@@ -19,7 +19,7 @@ from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning.tune import Tuned
-from aespa_pl.tuning.weights import merged
+from aespa_pl.tuning.weights import layers_of, merged
 from aespa_pl.walk import couplings, record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, restore, stored_types
 from aespa_pl.walk.collect import Streams, collect
@@ -186,11 +186,14 @@ class Walk:
         # so the blocks to come see the hidden states of the model on disk; each value is rounded once, from
         # float32 to its stored type, whatever type blocks run in
         source, layout = self.context.source, self.context.layout(index)
-        stored, held = {}, module.state_dict(keep_vars=True)
+        stored, held, layers = {}, module.state_dict(keep_vars=True), layers_of(layout)
         for name, dtype in stored_types(source, index).items():
             full, path = source.family.block_prefix(index) + name, name.removesuffix(".weight")
-            parts = {p.name: weights[p.name].weight() for p in layout.projections if p.module == path}
-            value = (merged(parts, layout, path) if parts else held[name].data).to(dtype)
+            if path in layers:
+                parts = {p.name: weights[p.name].weight() for p in layers[path]}
+                value = merged(parts, layout, layers[path]).to(dtype)
+            else:
+                value = held[name].data.to(dtype)
             held[name].data = value.to(source.pretrained.run_type(full, source.dtype))
             if self.context.world.is_first:
                 stored[full] = value.cpu()
