@@ -58,7 +58,10 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
 def updated_rows(
     part: Rows, factored: FactoredColumns | None = None, *, rows: bool = False
 ) -> tuple[Tensor, Tensor, Grid, Tensor]:
-    """Return W', integers, grid and extra damping; a block type's grid follows the integers, and these it."""
+    """Return W', integers, grid and extra damping; a block type's grid follows the integers, and these it.
+
+    H is ``factored`` already, or it is here.
+    """
     W, H, G, grid = part.weight, part.hessian, part.other_side, part.grid
     if rows and G is not None:
         update_on = partial(update_rows, W, H, G)

@@ -54,7 +54,8 @@ def report(
     Raises:
         UserError: There is no such run, its journal is damaged, or a library for figures is missing.
     """
-    folders = list(dict.fromkeys(find_run(run, expanded(runs_folder)) for run in runs))
+    found = (find_run(run, expanded(runs_folder)) for run in runs)
+    folders = list({folder.resolve(): folder for folder in found}.values())
     try:
         from aespa_pl.report.page import render, sections, write_figures  # noqa: PLC0415  (optional)
     except ModuleNotFoundError as error:

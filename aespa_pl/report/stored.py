@@ -54,7 +54,8 @@ class StoredRun:
 def read_runs(folders: Sequence[Path]) -> list[StoredRun]:
     """Read several runs as :func:`read_run` does; equal names get the folders before them that differ."""
     runs = [read_run(folder) for folder in folders]
-    while len(names := [run.name for run in runs]) > len(set(names)):
+    for _ in range(max((len(folder.absolute().parts) for folder in folders), default=0)):
+        names = [run.name for run in runs]
         runs = [replace(r, parents=r.parents + 1) if names.count(r.name) > 1 else r for r in runs]
     return runs
 

@@ -27,9 +27,9 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError("it has no sections")
-        if section := _of_journal(fingerprint):
-            rounding = {**content["quantization"].get("rounding", {}), **section.get("rounding", {})}
-            content["quantization"] = {**section, "rounding": rounding}
+        section = _section(fingerprint, "quantization") or content["quantization"]
+        rounding = _section(_section(content, "quantization"), "rounding")
+        content["quantization"] = {**section, "rounding": {**rounding, **_section(section, "rounding")}}
         return _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
@@ -54,13 +54,14 @@ def can_read_settings(run: Run) -> bool:
 def stored_quantization(run: Run) -> QuantizationSettings:
     """Return the section ``quantization`` as the journal has it, without the number of iterations."""
     try:
-        return _typed(QuantizationSettings, _of_journal(run.fingerprint))
+        return _typed(QuantizationSettings, _section(run.fingerprint, "quantization"))
     except (ValueError, TypeError, ArgumentError) as error:
         raise UserError(f"{run.journal_file} is damaged ({error}): start a new run") from error
 
 
-def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = fingerprint.get("quantization", {})
+def _section(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a section of settings; an empty one where there is none."""
+    section = content.get(key, {})
     return section if isinstance(section, Mapping) else {}
 
 

@@ -170,11 +170,12 @@ class BlockTuner:
 
         handle = module.register_forward_pre_hook(stop)
         try:
-            return self._run_block(block, hidden)
+            self._run_block(block, hidden)
         except _ReachedError as reached:
             return reached.hidden.view(hidden.shape)  # some families have flattened it
         finally:
             handle.remove()
+        raise RuntimeError("the block ended before its feed-forward network")
 
 
 def sublayers_of(groups: tuple[InputGroup, ...]) -> tuple[tuple[InputGroup, ...], tuple[InputGroup, ...]]:

@@ -131,6 +131,8 @@ def test_interrupted_it_is_resumed_to_the_same_bytes(
     assert aespa_pl.resume(run.folder, progress=False, data={"hidden_states": "disk"}).metrics == run.metrics
     with pytest.raises(aespa_pl.UserError, match=r"bits was 2 and is 4.*start a new run with aespa_pl\.quan"):
         aespa_pl.resume(run.folder, bits=4)
+    with pytest.raises(aespa_pl.UserError, match=r"evaluation is a keyword of aespa_pl\.quantize alone"):
+        aespa_pl.resume(run.folder, evaluation="embedded")
     (run.folder / "blocks" / "block_000.safetensors").unlink()
     for name in ("aespa", "a name of words"):
         (run.folder.parent.parent / "aespa").rename(run.folder.parent.parent / name)

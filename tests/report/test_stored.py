@@ -107,3 +107,4 @@ def test_runs_of_one_name_are_told_apart_by_the_folder_before_it(tmp_path: Path)
     deeper = ("a/logs/run/version_0", "b/logs/run/version_0")
     folders = [simulate(tmp_path / place, 1) for place in deeper]
     assert [run.name for run in read_runs(folders)] == [*deeper]
+    assert len(read_runs(folders[:1] * 2)) == 2  # one run by two paths has one name
