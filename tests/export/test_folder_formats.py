@@ -85,6 +85,12 @@ def test_mixtures_of_experts_survive_compressed_tensors(name: str, known: MakeRu
     assert torch.equal(logits(load(tmp_path, torch.float32)), logits(run.model))
 
 
+@pytest.mark.parametrize(("name", "formats"), [("qwen3-moe", "hf or compressed-tensors"), ("gpt-oss", "hf")])
+def test_a_format_without_experts_names_those_that_take_them(name: str, formats: str, known: MakeRun) -> None:
+    model = QuantizedModel.open(known(name, 4, 32, symmetric=True).folder)
+    assert f"Use --format {formats}" in [do for _, do in Awq().obstacles(model)]
+
+
 @pytest.mark.parametrize(("bits", "container"), [(4, None), (3, 4), (2, None)])
 def test_a_symmetric_grid_has_no_zero_points_in_compressed_tensors(
     bits: int, container: int | None, known: MakeRun, tmp_path: Path
