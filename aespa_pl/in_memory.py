@@ -13,7 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from aespa_pl.errors import UserError, one_line
 from aespa_pl.models.headers import read_header
+from aespa_pl.storage.cache import alone_in
 from aespa_pl.storage.files import checksum, disk_errors, write_json
+
+UNFINISHED = ".unfinished"
+"""Begins the names of folders that are written to."""
 
 
 def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
@@ -60,22 +64,19 @@ def token_ids(given: Any, name: str) -> Tensor:
 
 def kept(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     """Return a folder in ``folder`` with all that ``write`` makes, named after its content."""
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".") as temporary:
+    with disk_errors(folder), alone_in(folder):
+        for left in folder.glob(f"{UNFINISHED}*"):  # by a process that was killed
+            shutil.rmtree(left)
+        with TemporaryDirectory(dir=folder, prefix=UNFINISHED) as temporary:
             made = Path(temporary, name)
             made.mkdir()
             write(made)
             content = _checksum(made)
             target = folder / f"{name}-{content[:16]}"
-            try:
+            if target.is_dir() and _checksum(target) != content:  # such as after a power cut
+                shutil.rmtree(target)
+            if not target.is_dir():
                 made.rename(target)
-            except OSError:  # it is there: of an earlier call, or of another process meanwhile
-                if not target.is_dir():
-                    raise
-                if _checksum(target) != content:  # such as after a power cut
-                    shutil.rmtree(target)
-                    made.rename(target)
     return target.absolute()
 
 

@@ -1,6 +1,5 @@
 """The Python call quantizes what is in memory or has a name, on the same path as the command line."""
 
-import errno
 import os
 import re
 import shutil
@@ -237,16 +236,16 @@ def test_what_is_no_model_is_refused() -> None:
         aespa_pl.quantize(nothing)
 
 
-def test_texts_that_another_process_has_written_meanwhile_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rename(made: Path, target: Path) -> None:
-        shutil.copytree(made, target)
-        raise OSError(errno.ENOTEMPTY, "Directory not empty")
-
-    monkeypatch.setattr(Path, "rename", rename)
+def test_what_a_killed_process_has_left_unfinished_is_removed(tmp_path: Path) -> None:
+    killed = (
+        "import os; from pathlib import Path; from aespa_pl.in_memory import kept\n"
+        f"kept(Path({str(tmp_path)!r}), 'calibration', lambda made: os.kill(os.getpid(), 9))"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob(".unfinished*")]
     folder = kept(tmp_path, "calibration", lambda made: write_text(made / "a", "b"))
     assert (folder / "a").read_text() == "b"
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", folder.name}
 
 
 def test_the_process_keeps_its_settings(tmp_path: Path) -> None:
