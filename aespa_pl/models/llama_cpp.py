@@ -33,7 +33,7 @@ class Architecture:
     """What the weights of norms are stored with in addition to transformers' (Gemma: 1)."""
     caps: tuple[str, ...] = ()
     """Caps of scores and logits in config.json that it has; each must be a number."""
-    only: Mapping[str, bool | float | str | tuple[float, ...]] = field(default_factory=dict)
+    only: Mapping[str, bool | float | tuple[float, ...]] = field(default_factory=dict)
     """The values that it has of entries of config.json; of others it has all."""
     scales_each: bool = False
     """Whether it has a factor for each frequency of RoPE, as LLaMA 3 has."""
@@ -48,7 +48,7 @@ class Architecture:
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 UNBIASED = {"attention_bias": False}
 LLAMA = Architecture("llama", moves_pairs=True, scales_each=True)
-GRANITE_MOE = replace(LLAMA, name="granitemoe", only={"position_embedding_type": "rope"})
+GRANITE_MOE = replace(LLAMA, name="granitemoe")
 """What a Granite 4 with experts and attention alone is there."""
 GEMMA = Architecture(
     "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only={**TIED, **UNBIASED}
