@@ -199,7 +199,8 @@ def _unknown(known_keys: Iterable[str], key: str) -> str:
     for command, own in OWN_KEYS.items():
         if key in own:
             return f"{key} is a key of aespa-pl {command} alone, on its command line"
-    return f"{key} is unknown{nearest(key, [*known_keys, *OTHERS, *SECTIONS, FREE])}"
+    hint = nearest(key, [*known_keys, *OTHERS, *SECTIONS, FREE])
+    return f"{key} is unknown{hint or ': --help shows the common keys, and --help SECTION all of a section'}"
 
 
 def _takes(kind: Any, option: Option) -> bool:

@@ -186,6 +186,7 @@ def test_where_there_is_no_cuda_auto_is_the_cpu_and_other_accelerators_are_refus
             r"compare\.method is unknown: did you mean compare\.methods\?",
         ),
         ("compare", ["--bits", "[3]"], r"bits is unknown: did you mean compare\.bits\?"),
+        ("fit", ["--bit", "3"], r"bit is unknown: --help shows the common keys, and --help SECTION all"),
         ("plan", ["--bits", "3"], r"bits is unknown: did you mean quantization\.bits\?"),
         ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
     ],
