@@ -6,7 +6,7 @@ The harness, and models whose weights are packed, need the whole model in memory
 import difflib
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,8 +28,10 @@ from aespa_pl.extras import install_command
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import skeleton
+from aespa_pl.models.multimodal import text_config, text_options
 from aespa_pl.paths import expanded
 from aespa_pl.settings import TaskSettings
+from aespa_pl.storage.files import read_json
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -133,7 +135,8 @@ def unpacked_config(folder: Path) -> PreTrainedConfig:
     Raises UserError where transformers can't read it.
     """
     with _reading(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        content = read_json(folder / "config.json")
+        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), content)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -179,10 +182,25 @@ def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     """Return a model, all of it in memory. Raises UserError where it does not fit, or can't be loaded."""
     refuse_too_large(folder, device, dtype)
     with _reading(folder):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        options = text_options(config, read_json(folder / "config.json"))
+        with _no_report() if options else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=False, local_files_only=True, **options
+            )
     return cast(PreTrainedModel, model.to(device).eval())
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Keep the library from listing what a multimodal model has beside its text model."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _load(manager: "TaskManager", name: str) -> None:

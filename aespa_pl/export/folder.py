@@ -24,7 +24,7 @@ from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.models.llama_cpp_tokenizer import lacking_tokenizer
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION
-from aespa_pl.storage.files import write_json
+from aespa_pl.storage.files import read_json, write_json
 
 WORD = 32
 """Bits of the integers that others are packed into."""
@@ -66,8 +66,11 @@ class FolderFormat(Format):
                         packed[layer + suffix] = tensor
             writer.write_block(index, model.family.as_stored(plain) | packed)
             after_block()
-        config = {"quantization_config": stated} if (stated := self.quantization(model)) else None
-        writer.finish(model.original, config)
+        config, stated = read_json(model.pretrained.folder / "config.json"), self.quantization(model)
+        # the run's files are those of the original, but of a multimodal one they are the text model's
+        writer.finish(
+            model.pretrained.folder, None if stated is None else config | {"quantization_config": stated}
+        )
         settings = json.loads(json.dumps(asdict(model.quantization)))  # plain numbers only
         # by this file fit refuses the folder, and test measures it alone
         write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})
@@ -134,7 +137,8 @@ class HuggingFace(FolderFormat):
 
 def _in_gguf(model: QuantizedModel) -> bool:
     """Return whether llama.cpp has a model and its tokenizer."""
-    return unsupported_part(model.pretrained.config) is None and lacking_tokenizer(model.original) is None
+    pretrained = model.pretrained
+    return unsupported_part(pretrained.config) is None and lacking_tokenizer(pretrained.folder) is None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from aespa_pl.errors import printable
 from aespa_pl.evaluation.table import markdown, measured, result_table, tokens_in_words
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.multimodal import whole_type
 from aespa_pl.paths import expanded
 from aespa_pl.run.journal import Run
 
@@ -54,6 +55,8 @@ def model_card(
     name = base = markdown(Path(pretrained).name)
     if not _is_local(pretrained):
         base = f"[{name}](https://huggingface.co/{quote(pretrained)})"
+    if whole_type(model.original) is not None:
+        base = f"The text model of {base}"
     parts = [
         f"---\n{header.to_yaml()}\n---",
         f"# {name}, {model.granularity}, {chosen.name}",

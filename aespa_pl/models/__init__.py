@@ -22,6 +22,7 @@ from aespa_pl.models.moe import (
     MixtralFamily,
     Qwen3MoeFamily,
 )
+from aespa_pl.models.multimodal import MULTIMODAL
 from aespa_pl.models.opt import OptFamily
 from aespa_pl.models.relatives import (
     ErnieFamily,
@@ -46,19 +47,14 @@ MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in fam
 """The ``model_type`` values in config.json that can be quantized."""
 
 MISSING = {
-    "gemma3": "its image encoder; the text model alone, gemma3_text, is supported",
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"), "per-layer embeddings"
     ),
-    "mistral3": "its image encoder; the text model alone, ministral3, is supported",
     "phi4_multimodal": "its encoders of images and sound",
     "exaone4_5": "its image encoder",
-    "qwen3_5": "its image encoder; the text model alone, qwen3_5_text, is supported",
-    "qwen3_5_moe": "its image encoder; the text model alone, qwen3_5_moe_text, is supported",
     "olmo_hybrid": "linear attention",
     "glm4_moe_lite": "multi-head latent attention",
     **dict.fromkeys(("granitemoe", "granitemoeshared"), "its mixture of experts"),
-    "lfm2_vl": "its image encoder; the text model alone, lfm2, is supported",
     **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
 }
 """Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""
@@ -73,14 +69,15 @@ def family_of(config: PreTrainedConfig) -> Family:
     raise unknown_model_type(config.model_type)
 
 
-def unknown_model_type(given: object) -> UserError:
-    """Return the error for a ``model_type`` that no family has."""
+def unknown_model_type(given: object, whole: str | None = None) -> UserError:
+    """Return the error for a ``model_type`` that no family has; ``whole`` is that of a multimodal model."""
     if given is None:
         return UserError(
             f"model.pretrained: config.json has no model_type: expected one of {', '.join(MODEL_TYPES)}"
         )
     part = f" ({MISSING[given]})" if isinstance(given, str) and given in MISSING else ""
+    where = "config.json" if whole is None else f"the text_config of a {whole} in config.json"
     return UserError(
-        f"model.pretrained: model_type {given!r} in config.json is not supported{part}: "
-        f"expected one of {', '.join(MODEL_TYPES)}"
+        f"model.pretrained: model_type {given!r} in {where} is not supported{part}: "
+        f"expected one of {', '.join((*MODEL_TYPES, *MULTIMODAL))}"
     )

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from aespa_pl.errors import UserError
 from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
 from aespa_pl.models.experts import Part
+from aespa_pl.models.multimodal import MULTIMODAL, text_config
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may be stored in, by their names in a header."""
@@ -70,17 +71,22 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read config.json, and raise UserError unless it describes a model that can be quantized."""
+    """Read config.json, and raise UserError unless it describes a model that can be quantized.
+
+    Of a multimodal model it is the configuration of the text model.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
             f"model.pretrained: no config.json in {folder}: give the folder of a Hugging Face model"
         )
     try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-        if model_type not in MODEL_TYPES:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (model_type := content.get("model_type")) not in (*MODEL_TYPES, *MULTIMODAL):
             raise unknown_model_type(model_type)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), content)
+        if config.model_type not in MODEL_TYPES:
+            raise unknown_model_type(config.model_type, whole=model_type)
     except UserError:
         raise
     except Exception as error:  # the library's configurations raise whatever their checks raise

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,18 @@ from aespa_pl.models.headers import (
     shards,
     skeleton,
 )
+from aespa_pl.models.multimodal import text_content, text_names, whole_type
 from aespa_pl.models.pickles import converted
 from aespa_pl.storage.cache import cache_folder
+from aespa_pl.storage.files import read_json
 
 
 @dataclass(frozen=True)
 class PretrainedFolder:
-    """Knows the configuration and the tensors of a folder whose files are all there."""
+    """Knows the configuration and the tensors of a folder whose files are all there.
+
+    Of a multimodal model it knows the text model alone.
+    """
 
     folder: Path
     config: PreTrainedConfig
@@ -43,6 +48,8 @@ class PretrainedFolder:
     """Tensors by their names in the model's ``state_dict``, in its order; tied names share a tensor."""
     extra: tuple[str, ...] = ()
     """Names in the files that the model has no place for."""
+    whole: str | None = None
+    """The ``model_type`` of the multimodal model that the files hold; None: they hold this one."""
 
     @classmethod
     def open(cls, folder: Path, cache: Path | None = None) -> "PretrainedFolder":
@@ -56,6 +63,8 @@ class PretrainedFolder:
         for shard in shards(folder):
             path = converted(shard, cache or cache_folder()) if shard.suffix == ".bin" else shard
             stored |= read_header(path)  # of a tensor in two files the last counts, as in transformers
+        if (whole := whole_type(folder)) is not None:
+            stored = text_names(stored)
         model = skeleton(config)
         located = locate(model, stored, folder)
         used, tensors = {tensor.name for tensor in located.values()}, _shared(model, located)
@@ -64,12 +73,20 @@ class PretrainedFolder:
         if len({tensors[name] for name in names}) > len(ends):
             # of a head in the files that is not the embedding transformers makes the model's head
             config.tie_word_embeddings = False
-        return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))
+        extra = tuple(sorted(tensor.name for tensor in stored.values() if tensor.name not in used))
+        return cls(folder, config, tensors, extra, whole)
 
     @cached_property
     def family(self) -> Family:
         """Return the adapter of the model's family."""
         return family_of(self.config)
+
+    @property
+    def own_config(self) -> dict[str, Any] | None:
+        """Return the content of config.json of the text model; None where the folder's is that."""
+        if self.whole is None:
+            return None
+        return text_content(self.config, read_json(self.folder / "config.json"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,6 +134,9 @@ class PretrainedFolder:
         """Say which tensors in the files the model has no place for; None if there are none."""
         if not self.extra:
             return None
+        if self.whole is not None:
+            parts = sorted({_part(name) for name in self.extra})
+            return f"the text model of {self.folder} is quantized, and {', '.join(parts)} are left out"
         blocks = self.config.num_hidden_layers
         block = re.compile(rf"(?:^|\.){self.family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
         stored = 1 + max((int(match[1]) for name in self.extra if (match := block.search(name))), default=-1)
@@ -230,6 +250,11 @@ class PretrainedFolder:
                     tensors[name] = raw.to(device, own, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
+
+
+def _part(name: str) -> str:
+    """Return the part of a multimodal model that a tensor is in, given its name: ``vision_tower`` ..."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def _assign(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.hub import CODE, COMPANIONS
-from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
+from aespa_pl.storage.files import write_json, write_tensors, write_whole
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class ModelWriter:
         """Write the index of the files, and the files beside the weights that belong to the model.
 
         They are copied byte for byte: engines misread what a library of another version writes of them.
-        ``config`` has keys that config.json gets in addition.
+        ``config`` is the content of config.json, where it isn't that of ``origin``.
         """
         copy_companions(origin, self.folder)
-        if config:
-            write_json(self.folder / "config.json", {**read_json(origin / "config.json"), **config})
+        if config is not None:
+            write_json(self.folder / "config.json", config)
         files = [self.block_file(index) for index in range(-1, self.blocks)]
         size = sum(file.stat().st_size for file in files)
         where = {name: file.name for file in files for name in read_header(file)}

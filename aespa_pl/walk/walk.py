@@ -73,7 +73,8 @@ class Walk:
             if self.model_tuner is not None:
                 self.model_tuner.rewrite()
             couplings.forget_all(self.context)
-            self.writer.finish(self.context.source.pretrained.folder)
+            pretrained = self.context.source.pretrained
+            self.writer.finish(pretrained.folder, pretrained.own_config)
             run.forget_checkpoint()
 
     def _begin(self, tokens: Tensor) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:

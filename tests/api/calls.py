@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import aespa_pl
 from aespa_pl.data.texts import EMBEDDED
@@ -34,8 +34,8 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(EMBEDDED / "llama")
 
 
-def call(folder: Path, **more: Any) -> aespa_pl.QuantizedRun:
-    """Quantize the model in memory on tokens in memory."""
+def call(folder: Path, model: PreTrainedModel | None = None, **more: Any) -> aespa_pl.QuantizedRun:
+    """Quantize the model in memory, or another one, on tokens in memory."""
     given: dict[str, Any] = {
         "method": "aespa",
         "rounding": {"iterations": ITERATIONS},
@@ -46,7 +46,7 @@ def call(folder: Path, **more: Any) -> aespa_pl.QuantizedRun:
         "trainer": {"accelerator": "cpu"},
         "tokenizer": tokenizer(),
     }
-    return aespa_pl.quantize(tiny(), **given | more)
+    return aespa_pl.quantize(model or tiny(), **given | more)
 
 
 def interrupted(arguments: Sequence[str]) -> None:

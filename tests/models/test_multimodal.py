@@ -1,0 +1,126 @@
+"""Of a multimodal model the text model is quantized, which says of text what the whole says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from aespa_pl.errors import UserError
+from aespa_pl.evaluation.tasks import load_whole
+from aespa_pl.models.headers import read_config
+from aespa_pl.models.multimodal import MULTIMODAL
+from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.models.streamed import StreamedModel
+from tests.models.examples import EXAMPLES, make_ids, save
+
+SIDES = {"image_size": 16, "patch_size": 4}
+ENCODER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+OF_QWEN = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
+    "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
+}  # fmt: skip
+WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", "gemma3", {**ENCODER, **SIDES}),
+    "mistral3": ("mistral3", "mistral", {"model_type": "pixtral", "head_dim": 8, **ENCODER, **SIDES}),
+    "mistral3, ministral3": (
+        "mistral3", "ministral3", {"model_type": "pixtral", "head_dim": 8, **ENCODER, **SIDES},
+    ),
+    "qwen3_5": ("qwen3_5", "qwen3.5", OF_QWEN),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3.5-moe", OF_QWEN),
+    "lfm2_vl": ("lfm2_vl", "lfm2", {"model_type": "siglip2_vision_model", **ENCODER, "patch_size": 4}),
+    "smolvlm": ("smolvlm", "llama", {**ENCODER, **SIDES}),
+    "internvl": ("internvl", "qwen2", {**ENCODER, "image_size": [16, 16], "patch_size": [4, 4]}),
+}  # fmt: skip
+"""Multimodal models: their type, the example that is their text model, the encoder."""
+
+
+def make_whole(name: str, **options: Any) -> PreTrainedModel:
+    """Return a tiny multimodal model with random weights."""
+    kind, text, encoder = WHOLES[name]
+    parts = {"text_config": EXAMPLES[text]().to_dict(), "vision_config": encoder}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **parts, **options))
+    for parameter in model.requires_grad_(requires_grad=False).parameters():
+        noise = torch.randn_like(parameter)
+        parameter.copy_(noise * 0.3 if parameter.dim() > 1 else 1 + 0.4 * noise)
+    return model.eval()
+
+
+def as_read(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a configuration states, but for where it comes from and how it was saved."""
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if key not in ("_name_or_path", "architectures", "dtype", "transformers_version")
+    }
+
+
+def test_each_type_has_an_example() -> None:
+    assert {kind for kind, _, _ in WHOLES.values()} == {*MULTIMODAL}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_the_text_model_gives_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
+    whole, ids = make_whole(name), make_ids()
+    folder, expected = save(whole, tmp_path / "whole"), whole(input_ids=ids).logits
+    pretrained = PretrainedFolder.open(folder)
+    streamed = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    hidden = streamed.embed(ids, len(ids))
+    for index in range(streamed.block_count):
+        with streamed.block(index) as block:
+            streamed.advance(block, hidden)
+    with streamed.stem():
+        logits = streamed.family.head(streamed.model, hidden[0])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    whole_again = load_whole(folder, torch.device("cpu"), torch.float32)
+    assert type(whole_again).__name__ in str(pretrained.own_config)
+    torch.testing.assert_close(whole_again(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_the_configuration_of_the_text_model_is_what_was_read(name: str, tmp_path: Path) -> None:
+    pretrained = PretrainedFolder.open(save(make_whole(name), tmp_path / "whole"))
+    (tmp_path / "config.json").write_text(json.dumps(pretrained.own_config))
+    assert as_read(AutoConfig.from_pretrained(tmp_path)) == as_read(pretrained.config)
+
+
+def test_what_is_left_out_is_said_by_its_part(tmp_path: Path) -> None:
+    """The encoder has four blocks, and the text model three, but that is no mistake of config.json."""
+    folder = save(make_whole("lfm2_vl"), tmp_path)
+    assert PretrainedFolder.open(folder).unused() == (
+        f"the text model of {folder} is quantized, and multi_modal_projector, vision_tower are left out"
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_what_the_files_have(tied: bool, tmp_path: Path) -> None:
+    """transformers ties the head of a mistral3 unless its files have another one, whatever Mistral's is."""
+    folder = save(make_whole("mistral3", tie_word_embeddings=tied), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    pretrained = PretrainedFolder.open(folder)
+    assert pretrained.config.tie_word_embeddings is tied
+    assert pretrained.own_config is not None
+    assert pretrained.own_config["tie_word_embeddings"] is tied
+    assert ("head" in pretrained.embeddings()) is not tied
+    assert ("language_model.lm_head.weight" in load_file(folder / "model.safetensors")) is not tied
+
+
+def test_a_text_model_without_a_family_is_refused(tmp_path: Path) -> None:
+    parts = {"text_config": {"model_type": "gpt2"}, "vision_config": WHOLES["internvl"][2]}
+    AutoConfig.for_model("internvl", **parts).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="model_type 'gpt2' in the text_config of a internvl in config.json"):
+        read_config(tmp_path)
+
+
+def test_a_whole_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    folder = save(make_whole("smolvlm"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    packed = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": packed}))
+    with pytest.raises(UserError, match=r"already quantized \(fp8 in config.json\)"):
+        PretrainedFolder.open(folder)
