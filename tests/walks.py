@@ -215,6 +215,10 @@ def shortened(model: PreTrainedModel) -> PreTrainedModel:
     model.config.num_hidden_layers = BLOCKS
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = model.config.layer_types[:BLOCKS]
+    content = model.config.to_dict()
+    if of_blocks := content.get("per_layer_config"):  # of Gemma 4
+        content["per_layer_config"] = {i: own for i, own in of_blocks.items() if int(i) < BLOCKS}
+        model.config = type(model.config)(**content)
     return model
 
 

@@ -11,12 +11,20 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+LARGEST = 5.0
+"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has up
+to 77, and damping, a share of H's mean diagonal, would be of BOS alone."""
 STRIPED, STRIPES = 256, 4
 """Columns from which on the sum is computed in so many stripes, which leaves 10 of 16 products. With 64
 columns stripes take longer than all at once."""
 HALVED, HALVINGS = 2048, 4
 """Columns from which on the sum is halved so many times, which leaves 17 of 32 products. On two threads of a
 CPU that takes 0.93 to 0.95 of the time of 8 stripes (3,072 to 11,008 columns): most products are large."""
+
+
+def bounded(inverse: Tensor, dim: int) -> Tensor:
+    """Return factors ``1 / rms`` of the tokens along a dimension, none larger than ``LARGEST`` medians."""
+    return inverse.minimum(LARGEST * inverse.median(dim, keepdim=True).values)
 
 
 def add_gram(total: Float[Tensor, "d d"], X: Float[Tensor, "N d"], *, factor: float = 1.0) -> None:

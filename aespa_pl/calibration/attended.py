@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import multiplying_in, operand
-from aespa_pl.algorithm.second_moments import add_gram, add_symmetric, computed_fraction, mirror
+from aespa_pl.algorithm.second_moments import add_gram, add_symmetric, bounded, computed_fraction, mirror
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.observed import Attention
 
@@ -79,6 +79,8 @@ class AttendedInputs:
         self._rows = slice(stride - 1, L, stride)
         self._weight = L / row_count(self._rows)
         self._attention, self._X = attention, operand(X.float())
+        inverse = attention.value_inverse
+        self._inverse = None if inverse is None else bounded(inverse, -1)  # [B, n_kv, L]
         self._shared = layout.heads // layout.key_value_heads
         self._over_tokens = over_tokens(self._shared, L, d, stride)
         shape = (B, L, L) if self._over_tokens else (B, self._shared, row_count(self._rows), d)
@@ -113,6 +115,8 @@ class AttendedInputs:
         for chunk in self._chunks_of_rows:
             with multiplying_in("float32"):  # an error of a score is one of all that it weights
                 A = self._attention.probabilities(query_heads, chunk).float()
+            if self._inverse is not None:  # the norm of a value multiplies its error
+                A = A * self._inverse[:, head, None, None, : chunk.stop]
             yield chunk, A
 
     def _inputs_of(

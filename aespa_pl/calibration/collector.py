@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
-from aespa_pl.algorithm.second_moments import mirror, rotate_back, through_norm
+from aespa_pl.algorithm.second_moments import bounded, mirror, rotate_back, through_norm
 from aespa_pl.calibration.attended import AttendedInputs, stride
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import Observation
@@ -23,9 +23,6 @@ from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.observed import Attention, Rotation
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
-LARGEST = 5.0
-"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has up
-to 77, and damping, a share of H's mean diagonal, would be of BOS alone."""
 RIDGE = 0.01
 """Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
@@ -148,7 +145,7 @@ class StatisticsCollector:
             shift = rows(original.inputs[name]) - X
         if name in seen.norms:  # it multiplies the errors of a token
             inverse, weight = seen.norms[name]
-            inverse = inverse.minimum(LARGEST * inverse.median(1, keepdim=True).values).flatten(0, 1)
+            inverse = bounded(inverse, 1).flatten(0, 1)
             root = inverse if root is None else root * inverse
             self._sums.add_weights(name, root)
             if shift is not None:

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
+from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama_cpp import (
     PARTIAL,
     architecture_of,
@@ -38,6 +39,8 @@ NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
 }
 """Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
+NO_ROTATION = 1e30
+"""What llama.cpp divides the frequency of columns by that are not rotated."""
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
@@ -50,9 +53,12 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_feed_forward_length(_feed_forward_length(model))
     _add_experts(writer, model)
     writer.add_head_count(layout.heads)
-    kinds = attention_kinds(config)
-    if architecture_of(config).name in COUNTED:
-        writer.add_head_count_kv([layout.key_value_heads * (kind in (FULL, SLIDING)) for kind in kinds])
+    kinds, architecture = attention_kinds(config), architecture_of(config)
+    if architecture.name in COUNTED or architecture.lists_blocks:
+        of_blocks = zip(kinds, model.layouts, strict=True)
+        writer.add_head_count_kv(
+            [each.key_value_heads * (kind in (FULL, SLIDING)) for kind, each in of_blocks]
+        )
     else:
         writer.add_head_count_kv(layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)
@@ -69,6 +75,9 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         (_add_mamba if hasattr(config, "mamba_d_state") else _add_linear_attention)(writer, config)
     if hasattr(config, "mamba_d_state"):  # its word for whether there is RoPE
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if architecture.lists_blocks:
+        layout = model.layouts[kinds.index(FULL)]
+        _add_other_blocks(writer, config, model.layouts[kinds.index(SLIDING) if SLIDING in kinds else 0])
     if rope_parameters(config):
         _add_rope(writer, config, layout.head_dim)
 
@@ -128,8 +137,19 @@ def _add_mamba(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
 
 
+def _add_other_blocks(writer: GGUFWriter, config: PreTrainedConfig, layout: BlockLayout) -> None:
+    """Write which blocks have windows, and the size of their heads; no block has parts of smaller models."""
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in attention_kinds(config)])
+    writer.add_key_length_swa(layout.head_dim)
+    writer.add_value_length_swa(layout.head_dim)
+    writer.add_rope_dimension_count_swa(layout.head_dim)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+
+
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    period = full_period(config)
+    period = None if architecture_of(config).lists_blocks else full_period(config)
     if architecture_of(config).windows and period is not None and period != 1:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern(period)
@@ -171,12 +191,15 @@ def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:
 def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
     """Return what RoPE's frequencies are divided by, ``[d_h / 2]`` float32; None where by nothing.
 
-    LLaMA 3's scaling differs from frequency to frequency, and llama.cpp reads it as a tensor.
+    LLaMA 3's scaling differs from frequency to frequency, and llama.cpp reads it as a tensor. Gemma 4's is in
+    the blocks with full attention alone, and leaves most frequencies at 0.
     """
-    if rope_type(config) != "llama3":
+    kind, of_blocks = rope_type(config), architecture_of(config).lists_blocks
+    if kind != "llama3" and not of_blocks:
         return None
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    options: dict[str, Any] = {"layer_type": FULL} if of_blocks else {}
+    scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **options)
     exponents = torch.arange(0, 2 * len(scaled), 2).float() / (2 * len(scaled))
     plain = rope_parameters(config)["rope_theta"] ** -exponents
-    factors: npt.NDArray[Any] = (plain / scaled).float().numpy()
+    factors: npt.NDArray[Any] = (plain / scaled).clamp(max=NO_ROTATION).float().numpy()
     return factors

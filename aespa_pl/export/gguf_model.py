@@ -20,6 +20,7 @@ from aespa_pl.models.llama_cpp import architecture_of, other_heads
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
 
 OTHER_NAMES = {
+    ".layer_scalar": ".layer_scalar.weight",
     ".dt_bias": ".dt_proj.bias", ".sinks": ".sinks.weight", ".gate.moe_statics.": ".moe_statics.",
     ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
     ".shared_mlp.output_linear.": ".mlp.down_proj.", ".shared_mlp.shared.": ".mlp.shared_expert.",

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
+from aespa_pl.models.gemma4 import Gemma4Family
 from aespa_pl.models.granite4 import Granite4Family
 from aespa_pl.models.hybrid import HybridFamily
 from aespa_pl.models.lfm2 import Lfm2Family
@@ -38,18 +39,16 @@ from aespa_pl.models.relatives import (
 
 FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
-    OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(), Qwen3MoeFamily(),
-    MixtralFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(), Lfm2MoeFamily(), HybridFamily(),
-    GptOssFamily(), Granite4Family(),
+    Gemma4Family(), OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(),
+    Qwen3MoeFamily(), MixtralFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(), Lfm2MoeFamily(),
+    HybridFamily(), GptOssFamily(), Granite4Family(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
 """The ``model_type`` values in config.json that can be quantized."""
 
 MISSING = {
-    **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"), "per-layer embeddings"
-    ),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "per-layer embeddings"),
     "phi4_multimodal": "its encoders of images and sound",
     "exaone4_5": "its image encoder",
     "olmo_hybrid": "linear attention",

@@ -7,6 +7,7 @@ FULL, SLIDING, LINEAR, CONVOLUTION = "full_attention", "sliding_attention", "lin
 LISTED_KINDS = (
     "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss", "qwen2_moe",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid",
+    "gemma4_text", "gemma4_unified_text",
 )  # fmt: skip
 """Model types whose blocks have the kinds that ``config.layer_types`` lists."""
 ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")

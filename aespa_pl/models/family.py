@@ -119,6 +119,8 @@ class BlockLayout:
     """Mixture of experts; None where the block has none."""
     gated: bool = False
     """Whether each number of the attention's output is multiplied by a gate before it is projected."""
+    values_normed: bool = False
+    """Whether each value head passes a norm without a weight before it is mixed over positions."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, *groups: tuple[tuple[Projection, ...], Fold]) -> "BlockLayout":
@@ -148,9 +150,10 @@ class BlockLayout:
 
     @property
     def quantizes_values(self) -> bool:
-        """Tell whether the block has attention whose value projection is quantized."""
+        """Tell whether the block has attention whose values are quantized, and are no keys as well."""
         before = None if self.attended_group is None else self.values_before(self.attended_group)
-        return before is not None and not before.kept
+        has_keys = any(p.role is Role.KEY for p in self.groups[0].projections)
+        return before is not None and not before.kept and has_keys
 
     def values_before(self, group: InputGroup) -> Projection | None:
         """Return the value projection whose rows, mixed over positions alone, a group sees; None for most.

@@ -197,7 +197,7 @@ class LlamaFamily(Family):
     def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:
         """Call ``report`` for each batch."""
         module = block.get_submodule("self_attn")
-        layout, norms = self.layout(model.config), self.norm_weights(block)
+        layout, norms = self.layout(model.config, cast(Any, module).layer_idx), self.norm_weights(block)
         seen: dict[str, Any] = {}
 
         def keep_rotation(_module: nn.Module, _inputs: object, keywords: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ class Architecture:
     """Name in config.json of the only activation that llama.cpp has for this architecture."""
     windows: bool = False
     """Whether llama.cpp has sliding windows for it."""
+    lists_blocks: bool = False
+    """Whether a file lists which blocks have windows, and blocks without them have heads of another size."""
     window_blocks: int | None = None
     """Number of blocks of the only model in which it has them; None: of all."""
     norm_offset: float = 0.0
@@ -53,6 +55,9 @@ GRANITE_MOE = replace(LLAMA, name="granitemoe")
 GEMMA = Architecture(
     "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only={**TIED, **UNBIASED}
 )
+GEMMA4 = replace(
+    GEMMA, name="gemma4", norm_offset=0.0, caps=("final_logit",), lists_blocks=True, only=UNBIASED
+)
 OLMO = Architecture("olmo2", windows=True, only={**UNTIED, **UNBIASED}, divides_width=True)
 HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True, only=UNBIASED)
 ARCHITECTURES = {
@@ -72,6 +77,8 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", only=UNBIASED),
     "gemma2": replace(GEMMA, name="gemma2", caps=("attn_logit", "final_logit")),
     "gemma3_text": GEMMA,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "olmo2": OLMO,
     "olmo3": OLMO,
     "exaone4": Architecture("exaone4", windows=True, window_blocks=64, scales_each=True, divides_width=True),

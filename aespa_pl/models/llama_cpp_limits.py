@@ -68,8 +68,10 @@ def _unsupported_experts(config: PreTrainedConfig) -> str | None:
 
 
 def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> str | None:
+    if not architecture.divides_width:
+        return None
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
-    if architecture.divides_width and size is not None and heads * size != config.hidden_size:
+    if size is not None and heads * size != config.hidden_size:
         what = f"head_dim {size} and {heads} heads in a width of {config.hidden_size}"
         return f"llama.cpp can't load a {config.model_type} with {what}"
     return None
@@ -100,8 +102,9 @@ def _unsupported_linear(config: PreTrainedConfig) -> str | None:
 
 def _unsupported_rope(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     rope, kind = rope_parameters(config), rope_type(config)
-    if kind not in ROPE_TYPES:
-        return f"rope_type {kind} is none of {', '.join(ROPE_TYPES)}"
+    known = ("proportional",) if architecture.lists_blocks else ROPE_TYPES
+    if kind not in known:
+        return f"rope_type {kind} is none of {', '.join(known)}"
     if kind == "llama3" and not architecture.scales_each:
         return f"llama.cpp has no rope_type llama3 in a {config.model_type}"
     if kind == "yarn" and (reason := _unsupported_yarn(config, rope)) is not None:
@@ -117,7 +120,8 @@ def _unsupported_sliding_rope(config: PreTrainedConfig) -> str | None:
     if stated.get(SLIDING, {}).get("rope_type", "default") != "default":
         return "llama.cpp scales no frequencies in blocks with a sliding window"
     bases = [rope_parameters(config, of_kind).get("rope_theta") for of_kind in (FULL, SLIDING)]
-    if bases[0] != bases[1] and SLIDING in attention_kinds(config) and config.model_type != "gemma3_text":
+    two = config.model_type == "gemma3_text" or architecture_of(config).lists_blocks
+    if bases[0] != bases[1] and SLIDING in attention_kinds(config) and not two:
         return f"llama.cpp has one rope_theta in all blocks of a {config.model_type}, rope_parameters two"
     return None
 
@@ -147,9 +151,10 @@ def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -
     only = architecture.window_blocks
     if only is not None and (SLIDING in kinds) != (only == len(kinds)):
         return f"llama.cpp has sliding windows in a {config.model_type} of {only} blocks alone"
-    if architecture.windows and full_period(config) is None:
+    if architecture.windows and not architecture.lists_blocks and full_period(config) is None:
         return "llama.cpp has windows in all blocks but every n-th, layer_types in others"
-    if config.model_type in ("gpt_oss", "gemma2") and SLIDING not in kinds:
+    windowed = config.model_type in ("gpt_oss", "gemma2") or architecture.lists_blocks
+    if windowed and SLIDING not in kinds:
         return f"llama.cpp has no {config.model_type} without sliding windows"
     # in transformers the window's being stated decides, in llama.cpp its being used
     if config.model_type == "exaone4" and config.sliding_window is not None and SLIDING not in kinds:

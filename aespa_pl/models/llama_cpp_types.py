@@ -89,9 +89,11 @@ class MixtureModel:
 
 def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
     """Return what a projection is to a mixture."""
-    if any(p.role is Role.VALUE for p in layout.projections if p.module == projection.module):
+    module = [p.role for p in layout.projections if p.module == projection.module]
+    is_value, has_keys = Role.VALUE in module, any(p.role is Role.KEY for p in layout.groups[0].projections)
+    if is_value and has_keys:
         return Matrix.VALUE
-    if projection.role is Role.KEY:
+    if is_value or projection.role is Role.KEY:  # values that are keys have the name of keys
         return Matrix.KEY
     inputs, outputs = (group.projections for group in layout.groups[:2])
     if layout.attended_group is not None:

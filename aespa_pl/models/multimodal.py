@@ -12,7 +12,10 @@ from aespa_pl.storage.files import read_json
 
 Value = TypeVar("Value")
 
-MULTIMODAL = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "lfm2_vl", "smolvlm", "internvl")
+MULTIMODAL = (
+    "gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "qwen3_5_moe", "lfm2_vl", "smolvlm",
+    "internvl",
+)  # fmt: skip
 """The ``model_type`` values whose text model runs on text as the whole model does; ``text_config`` has it."""
 PREFIXES = {
     "language_model.model.": "model.",

@@ -64,6 +64,8 @@ class Attention:
     """Numbers ``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
     key_inverse_square: Tensor | None = None
     """The same numbers ``[B, n_kv, L]`` of the keys."""
+    value_inverse: Tensor | None = None
+    """Numbers ``[B, n_kv, L]``: 1 / rms of each head's value before its norm (Gemma 4); None: no norm."""
 
     def probabilities(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """Compute attention probabilities, in float32 at least as the library's fused kernels do.

@@ -131,7 +131,7 @@ class Gemma3Family(LlamaFamily):
     """
 
     title = "Gemma 3 (text)"
-    model_types = ("gemma3_text",)
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
     starts: ClassVar[tuple[str, str]] = ("input_layernorm", "pre_feedforward_layernorm")
     norms_after = AFTER
     norm_offset = 1.0
@@ -140,11 +140,15 @@ class Gemma3Family(LlamaFamily):
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse what a LLaMA is refused for, and attention in both directions."""
         super().check(config)
-        if config.use_bidirectional_attention:
+        if self.sees_later(config):
             raise UserError(
                 "model.pretrained: use_bidirectional_attention in config.json is not supported: only "
                 "models that generate text are quantized"
             )
+
+    def sees_later(self, config: PreTrainedConfig) -> bool:
+        """Return whether tokens of text see those after them."""
+        return bool(config.use_bidirectional_attention)
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies, and the factor of the embeddings."""

@@ -58,12 +58,13 @@ class Shape:
 
     blocks: int
     block_weights: int
-    """Number of parameters of the largest block with attention, norms and biases included."""
+    """Number of parameters of the largest block with values, or else with attention; norms and biases
+    included."""
     in_blocks: int
     """Number of parameters of all blocks."""
     stem_weights: int
     matrices: tuple[Matrix, ...]
-    """Projections of the largest block with attention; time is computed as if all blocks were of its kind."""
+    """Projections of this block; time is computed as if all blocks were of its kind."""
     layout: BlockLayout
     forms_probabilities: bool
     """Whether the model's own attention has the probabilities of all heads in memory."""
@@ -76,7 +77,7 @@ class Shape:
     scan: tuple[int, int, int] | None = None
     """Heads, positions of a chunk and numbers of a state of Mamba 2; None: there is none."""
     other: "Shape | None" = None
-    """The same with the largest block without attention; None: all have it."""
+    """The same with the largest of the others; None: there are no others."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, layouts: Sequence[BlockLayout]) -> "Shape":
@@ -89,8 +90,11 @@ class Shape:
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
         forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
         found: Shape | None = None
-        for attends in (False, True):
-            kind = [i for i, layout in enumerate(layouts) if (layout.attended_group is not None) == attends]
+        hungrier = [layout.quantizes_values for layout in layouts]
+        if not any(hungrier):
+            hungrier = [layout.attended_group is not None for layout in layouts]
+        for chosen in (False, True):
+            kind = [i for i, hungry in enumerate(hungrier) if hungry == chosen]
             kind = [i for i in kind if quantized[i] or not any(quantized)]  # the kept take little
             if not kind:
                 continue

@@ -141,7 +141,8 @@ def transformations_of(
     columns: dict[str, ChannelFactors] = {}
     for group in layout.groups:
         values = layout.values_before(group)
-        if values is not None and not any(p.kept for p in (values, *group.projections)):
+        kept = values is not None and any(p.kept for p in (values, *group.projections))
+        if values is not None and not kept and not layout.values_normed:
             heads = layout.key_value_heads, layout.head_dim, layout.heads // layout.key_value_heads
             mixes = matrices and not layout.gated  # a gate lets no channel into another
             made = HeadMatrices(*heads, epochs) if mixes else ChannelFactors(*heads)

@@ -12,6 +12,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GraniteConfig,
@@ -138,6 +140,22 @@ def gemma3() -> PreTrainedModel:
             head_dim=HEAD_SIZE,
             query_pre_attn_scalar=5,
             layer_types=["full_attention"],
+        )
+    )
+
+
+def gemma4() -> PreTrainedModel:
+    """Normalize values as well."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return Gemma4UnifiedForCausalLM(
+        Gemma4UnifiedTextConfig(
+            **LLAMA,
+            **PLAIN,
+            num_key_value_heads=2,
+            head_dim=HEAD_SIZE,
+            global_head_dim=HEAD_SIZE,
+            layer_types=["full_attention"],
+            rope_parameters={"full_attention": rope, "sliding_attention": rope},
         )
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aespa_pl.calibration import collector
+from aespa_pl.algorithm import second_moments
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.models.family import Role
@@ -183,7 +183,7 @@ def test_errors_before_a_norm_count_as_they_reach_the_residual_stream(
     model_of: Callable[[], PreTrainedModel], largest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The norm behind W multiplies the error ``dW x`` of a token by its weight g, over the token's rms r."""
-    monkeypatch.setattr(collector, "LARGEST", largest)
+    monkeypatch.setattr(second_moments, "LARGEST", largest)
     model, ids, other = make(model_of), tokens(), tokens()
     _, block, layout = first_block(model)
     statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)

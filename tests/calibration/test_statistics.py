@@ -22,6 +22,7 @@ from tests.calibration.collected import (
     collect,
     ernie,
     gemma3,
+    gemma4,
     glm4,
     granite,
     grouped,
@@ -69,6 +70,25 @@ def test_value_hessian_is_the_squared_error_of_the_attention_output(
                 expected += reference.attention_output_error(dW, X[segment].T, A)
         H = statistics.attended[head : head + 1][0].double()
         found = float(torch.trace(dW @ H @ dW.T)) * X.shape[0] * LENGTH / 2 * shared
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_value_hessian_has_what_the_norm_multiplies_each_error_by() -> None:
+    """The error ``dW x`` of a token's value is divided by its rms, by no less than a fifth of the median."""
+    model = make(gemma4)
+    statistics, seen, X = collect(model, tokens(), SEGMENTS)
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    values = attention.v_proj(X).view(SEGMENTS, LENGTH, -1, HEAD_SIZE)
+    inverse = (values.square().mean(-1) + model.config.rms_norm_eps).rsqrt()  # [segments, L, n_kv]
+    inverse = inverse.minimum(5 * inverse.median(1, keepdim=True).values)
+    heads = inverse.shape[-1]
+    shared, dW = HEADS // heads, torch.randn(3, WIDTH, dtype=torch.float64)
+    errors = (X @ dW.T).view(SEGMENTS, 1, LENGTH, -1)
+    for head in range(heads):
+        A = seen[0].probabilities(slice(head * shared, (head + 1) * shared))
+        expected = float((A @ (errors * inverse[:, None, :, head, None])).square().sum())
+        H = statistics.attended[head : head + 1][0].double()
+        found = float(torch.trace(dW @ H @ dW.T)) * X.shape[0] / 2 * shared
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -178,7 +198,7 @@ def test_norm_on_heads_scales_the_error_of_each_token() -> None:
     assert float(d @ G @ d) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model_of", [qwen3, gemma3, olmo2, hybrid, hunyuan])
+@pytest.mark.parametrize("model_of", [qwen3, gemma3, gemma4, olmo2, hybrid, hunyuan])
 def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:

@@ -10,6 +10,8 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -65,6 +67,10 @@ LLAMA_3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 HUNYUAN = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "sliding_window": 12, "final_logit_softcapping": 5.0,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -157,6 +163,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
+    ),
+    "gemma4": lambda: llama(
+        Gemma4TextConfig, **GEMMA4, num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "gemma4-values": lambda: llama(
+        Gemma4UnifiedTextConfig, **{**GEMMA4, "attention_k_eq_v": False}, tie_word_embeddings=False,
+        num_key_value_heads=4,
     ),
     "gemma3-scaled": lambda: llama(Gemma3TextConfig, head_dim=32, query_pre_attn_scalar=20),
     "olmo2": lambda: llama(Olmo2Config, tie_word_embeddings=False, num_key_value_heads=4),

@@ -221,6 +221,8 @@ def test_symmetric_grids_need_one_bit_less(
             "llama.cpp has one rope_theta in all blocks of a olmo3, rope_parameters two",
         ),
         ("gemma2", {"layer_types": ["full_attention"] * 2}, "no gemma2 without sliding windows"),
+        ("gemma4", {"layer_types": ["full_attention"] * 3}, "no gemma4_text without sliding windows"),
+        ("gemma4", {"final_logit_softcapping": None}, "another final_logit_softcapping"),
         (
             "exaone4",
             {"num_hidden_layers": 64, "layer_types": ["full_attention"] * 64},

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from aespa_pl.models import family_of
 from aespa_pl.models.observed import Attention
-from tests.models.configurations import EXAMPLES, LENGTH, VOCABULARY, WINDOW
+from tests.models.configurations import EXAMPLES
+from tests.models.parts import LENGTH, VOCABULARY, WINDOW
 
 __all__ = ["EXAMPLES", "LENGTH", "VOCABULARY", "WINDOW"]
 

@@ -10,8 +10,8 @@ from transformers import BloomConfig
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import projection_weight
-from tests.models.configurations import BLOOM, config
 from tests.models.examples import make_ids, make_model, observed
+from tests.models.parts import BLOOM, config
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma4TextConfig, PreTrainedModel
+from transformers import Gemma3nTextConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import FAMILIES, family_of
@@ -60,6 +60,8 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
     next_residual = seen["1 residual"]
     if name == "opt-350m":
         first, second = block.self_attn_layer_norm(first), block.final_layer_norm(second)
+    if name.startswith("gemma4"):
+        second = second * block.layer_scalar
     if name == "bloom-post-residual":
         first = block.post_attention_layernorm(first)
     torch.testing.assert_close(first, next_residual, **SINGLE)
@@ -114,8 +116,11 @@ def test_roles_are_those_of_the_names(name: str) -> None:
         "q_proj": "query", "k_proj": "key", "v_proj": "value",
     }  # fmt: skip
     found = {p.name: p.role.value for p in family_of(settings).layout(settings).projections}
+    keys_are_values = name == "gemma4-full"
+    if keys_are_values:
+        roles["k_proj"] = "value"
     assert found == {projection: roles.get(projection, "other") for projection in found}
-    assert len(set(found.values())) == 4
+    assert len(set(found.values())) == 4 - keys_are_values
 
 
 @every_example
@@ -149,13 +154,29 @@ def test_no_model_type_belongs_to_two_families() -> None:
 
 
 def test_part_that_a_model_has_and_no_family_is_named() -> None:
-    with pytest.raises(UserError, match=r"'gemma4_text' in .* supported \(per-layer embeddings\): "):
-        family_of(Gemma4TextConfig())
+    with pytest.raises(UserError, match=r"'gemma3n_text' in .* supported \(per-layer embeddings\): "):
+        family_of(Gemma3nTextConfig())
 
 
-def test_attention_in_both_directions_is_refused() -> None:
-    settings: Any = EXAMPLES["gemma3"]()
-    settings.use_bidirectional_attention = True
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("hidden_size_per_layer_input", 8, "per-layer embeddings"),
+        ("num_kv_shared_layers", 1, "keys and values that blocks share"),
+        ("enable_moe_block", True, "experts beside a dense"),
+    ],
+)
+def test_parts_of_gemma4_that_no_family_has_are_named(name: str, value: Any, part: str) -> None:
+    settings: Any = EXAMPLES["gemma4"]()
+    setattr(settings, name, value)
+    with pytest.raises(UserError, match=rf"{part}.*\({name} in config.json\) can't be quantized"):
+        family_of(settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("gemma3", True), ("gemma4", "all")])
+def test_attention_in_both_directions_is_refused(name: str, value: Any) -> None:
+    settings: Any = EXAMPLES[name]()
+    settings.use_bidirectional_attention = value
     with pytest.raises(UserError, match="use_bidirectional_attention in config"):
         family_of(settings)
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from tests.models.configurations import LLAMA, config
 from tests.models.examples import EXAMPLES, LENGTH, WINDOW, make_ids, make_model, observed
+from tests.models.parts import LLAMA, config
 
 
 @pytest.mark.parametrize(

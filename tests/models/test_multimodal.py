@@ -23,8 +23,15 @@ OF_QWEN = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
     "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
 }  # fmt: skip
+OF_UNIFIED = {
+    "patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "num_soft_tokens": 4, "output_proj_dims": 16,
+}  # fmt: skip
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {**ENCODER, **SIDES}),
+    "gemma4": (
+        "gemma4", "gemma4", {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2},
+    ),
+    "gemma4_unified": ("gemma4_unified", "gemma4-full", OF_UNIFIED),
     "mistral3": ("mistral3", "mistral", {"model_type": "pixtral", "head_dim": 8, **ENCODER, **SIDES}),
     "mistral3, ministral3": (
         "mistral3", "ministral3", {"model_type": "pixtral", "head_dim": 8, **ENCODER, **SIDES},

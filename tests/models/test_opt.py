@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import OPTConfig
 
 from aespa_pl.models import family_of
-from tests.models.configurations import OPT, config
 from tests.models.examples import make_ids, make_model, observed
+from tests.models.parts import OPT, config
 
 ALL = {"attention_input", "attention_output", "mlp_input", "mlp_hidden"}
 
