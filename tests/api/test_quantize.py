@@ -1,6 +1,5 @@
 """The Python call quantizes what is in memory or has a name, on the same path as the command line."""
 
-import json
 import os
 import re
 import shutil
@@ -15,13 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import aespa_pl
 from aespa_pl.data.texts import EMBEDDED
@@ -31,7 +24,6 @@ from aespa_pl.storage.files import write_text
 from tests.api.calls import ITERATIONS, SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
 from tests.cli.commands import CommandLine
 from tests.forks import Forks
-from tests.models.test_multimodal import WHOLES
 
 SCRIPT = """
 import os, sys
@@ -105,27 +97,6 @@ def test_memory_and_files_give_the_same_integers(
     assert blocks(Path(out.splitlines()[-1])) == blocks(whole.folder)
     given = call(tmp_path, calibration=tokens(1))
     assert blocks(given.folder) != blocks(whole.folder)
-
-
-def test_the_text_model_of_a_multimodal_one_is_quantized_as_it_is_alone(tmp_path: Path) -> None:
-    """A run and its exports are the text model, with a config.json of its own."""
-    alone = tiny()
-    parts = {"text_config": alone.config.to_dict(), "vision_config": WHOLES["smolvlm"][-1]}
-    around = AutoModelForImageTextToText.from_config(AutoConfig.for_model("smolvlm", **parts))
-    around.model.text_model.load_state_dict(alone.model.state_dict())
-    around.lm_head.load_state_dict(alone.lm_head.state_dict())
-    given = {"method": "rtn", "bits": 4, "group_size": None, "progress": False}
-    runs = [call(tmp_path, model, **given) for model in (alone, around)]
-    assert blocks(runs[0].folder) == blocks(runs[1].folder)
-    assert isinstance(runs[1].model(), LlamaForCausalLM)
-    packed = [
-        run.export("compressed-tensors", tmp_path / str(number), verify="bytes")
-        for number, run in enumerate(runs)
-    ]
-    one, other = (json.loads((folder / "config.json").read_text()) for folder in packed)
-    assert one["quantization_config"] == other["quantization_config"]
-    assert other["architectures"] == ["LlamaForCausalLM"]
-    assert "\nThe text model of model-" in (packed[1] / "README.md").read_text()
 
 
 def test_texts_in_memory_are_those_of_a_file(tmp_path: Path) -> None:

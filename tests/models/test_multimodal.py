@@ -29,7 +29,8 @@ OF_UNIFIED = {
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {**ENCODER, **SIDES}),
     "gemma4": (
-        "gemma4", "gemma4", {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2},
+        "gemma4", "gemma4",
+        {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2},
     ),
     "gemma4_unified": ("gemma4_unified", "gemma4-full", OF_UNIFIED),
     "mistral3": ("mistral3", "mistral", {"model_type": "pixtral", "head_dim": 8, **ENCODER, **SIDES}),

@@ -8,7 +8,6 @@ import torch
 
 from aespa_pl.measure import duration, human
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Role
 from aespa_pl.planning.budget import choose_partition, partition_for, portions_in_words
 from aespa_pl.planning.needs import FRAGMENTED, disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
