@@ -19,6 +19,13 @@ logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
 
 ENDS = ("eos", "eot", "eom")
 """llama.cpp's names of tokens that end a text."""
+SHOWN = {
+    "gemma4": (
+        "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>",
+        '<|"|>',
+    )
+}  # fmt: skip
+"""Special tokens that llama.cpp looks for in a model's output, by architecture; it drops control tokens."""
 NEVER = (TokenType.UNUSED, TokenType.CONTROL)
 """Types of tokens that no text has, the least likely in a model's output first."""
 
@@ -92,7 +99,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTr
     added = {token["content"]: token for token in content.get("added_tokens", [])}
     vocabulary = {**model["vocab"], **{text: token["id"] for text, token in added.items()}}
     kinds = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
-    types = {text: kinds[token["special"]] for text, token in added.items()}
+    shown = SHOWN.get(writer.arch, ())
+    types = {text: kinds[token["special"] and text not in shown] for text, token in added.items()}
     texts = {number: text for text, number in vocabulary.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
     if model.get("byte_fallback"):

@@ -54,8 +54,8 @@ def split(*patterns: str) -> PreTokenizer:
     return Sequence([*(Split(Regex(pattern), "isolated") for pattern in patterns), BYTES])
 
 
-def fields(folder: Path, size: int) -> dict[str, Any]:
-    writer = GGUFWriter(folder / "vocabulary.gguf", "llama")
+def fields(folder: Path, size: int, architecture: str = "llama") -> dict[str, Any]:
+    writer = GGUFWriter(folder / "vocabulary.gguf", architecture)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     add_vocabulary(writer, folder, size, tokenizer)
     writer.write_header_to_file()
@@ -100,6 +100,19 @@ def test_tokens_with_their_types(tmp_path: Path) -> None:
     assert found["merges"] == ["a b"]
     assert found["bos_token_id"] == 3
     assert found["model"] == "gpt2"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma4"])
+def test_special_tokens_that_are_read_in_the_output_are_no_control_tokens(
+    architecture: str, tmp_path: Path
+) -> None:
+    """llama.cpp drops control tokens, and finds Gemma 4's thoughts and calls of tools by theirs."""
+    save_bytes(tmp_path, ByteLevel(add_prefix_space=False))
+    content = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(content.replace("<s>", "<|channel>"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    expected = TokenType.USER_DEFINED if architecture == "gemma4" else TokenType.CONTROL
+    assert fields(tmp_path, 5, architecture)["token_type"][3] == expected
 
 
 @pytest.mark.parametrize(
