@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 # Two workers of two threads each on two cores wait for each other most of the time; children inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Of two threads in a test none waits by turning round and round, which takes the processor from other tests.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import pytest
 import torch

@@ -20,8 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 LONGEST = 300.0
 """Seconds after which a command is killed, whatever it does."""
+THREADS = 2
+"""Threads that the process itself might use: it computes nothing, so its forks start as it did."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Request:
     """Function that is called with the arguments."""
     environment: dict[str, str] = field(default_factory=dict)
     """More variables of the environment; of ``{rank}`` in a value each process gets its own."""
+    threads: int = 1
+    """Number of torch's threads, which is 1 or as if ``OMP_NUM_THREADS`` were THREADS."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def started(folder: Path) -> Iterator[Forks]:
     with subprocess.Popen(
         [sys.executable, "-m", "tests.forks"],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "500"},
+        env={**os.environ, "OMP_NUM_THREADS": str(THREADS), "COLUMNS": "500"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -129,6 +135,7 @@ def _serve() -> None:
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0",
                         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request.processes),
                     }  # fmt: skip
+                _limit_threads(request.threads)
                 _linger(request, rank)
                 for key, value in request.environment.items():
                     os.environ[key] = value.format(rank=rank)
@@ -166,6 +173,12 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _limit_threads(threads: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if threads < THREADS:  # otherwise nothing is called that a process of a user would not call
+        torch.set_num_threads(threads)
 
 
 def _linger(request: Request, rank: int) -> None:
