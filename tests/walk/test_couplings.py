@@ -12,6 +12,7 @@ from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.errors import UserError
 from aespa_pl.run.journal import Run
 from aespa_pl.walk import couplings
+from tests.walk.by_hand import Walked
 from tests.walks import BLOCKS, same_files, walk
 
 FAST = {"rounding.learn": "none", "polish.enabled": True}
@@ -47,8 +48,8 @@ def test_the_model_diverges_less_where_objectives_know_the_end_loss(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom", "mixtral"])
-def test_each_family_has_other_integers_and_keeps_no_files(name: str, tmp_path: Path) -> None:
-    plain, knowing = (walk(name, tmp_path / str(len(c)), c) for c in (FAST, KNOWING))
+def test_each_family_has_other_integers_and_keeps_no_files(name: str, walked: Walked) -> None:
+    plain, knowing = (walked(name, c) for c in (FAST, KNOWING))
     for p in knowing.layout.projections:
         same = torch.equal(*(q.file(0)[f"{p.name}.integers"] for q in (plain, knowing)))
         assert same == (p.name in ("v_proj", "value") or p.expert is not None), p.name
@@ -57,9 +58,9 @@ def test_each_family_has_other_integers_and_keeps_no_files(name: str, tmp_path: 
 
 
 def test_a_continued_run_reads_what_was_looked_at_and_has_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    walked: Walked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = walk("llama", tmp_path / "whole", KNOWING)
+    whole = walked("llama", KNOWING)
     finish = Run.finish_block
 
     def stop(run: Run, index: int, *arguments: Any) -> None:
@@ -78,8 +79,10 @@ def test_a_continued_run_reads_what_was_looked_at_and_has_the_same_bits(
     assert not run.couplings_folder.exists()  # block 0's file had been left
 
 
-def test_what_is_damaged_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = walk("llama", tmp_path / "whole", KNOWING)
+def test_what_is_damaged_is_computed_again(
+    walked: Walked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = walked("llama", KNOWING)
     read = couplings.read
 
     def stop(context: Any, index: int) -> Any:
