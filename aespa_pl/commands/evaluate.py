@@ -41,6 +41,7 @@ from aespa_pl.evaluation.tasks import (
 )
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import read_header, shards
+from aespa_pl.models.multimodal import MULTIMODAL
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
 from aespa_pl.planning.shape import Devices
@@ -135,7 +136,9 @@ def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, flo
         total += packed_bits(stem, lambda name: TYPES[names[name]].bits)
     small = job.pretrained.bytes_beside(weights, names) + round(total / 8)
     bits = 8.0 * job.pretrained.dtype.itemsize
-    own = {"bits_per_weight": bits, "bytes": sum(stored.values())}
+    whole = job.pretrained.whole is not None  # whose files have other parts as well
+    size = job.pretrained.bytes_beside(0) if whole else sum(stored.values())
+    own = {"bits_per_weight": bits, "bytes": size}
     others = {"bits_per_weight": packed, "bytes": small}
     return {kind: own if kind == "original" else others for kind in kinds}
 
@@ -237,6 +240,11 @@ def quantized_folder(model: ModelSettings) -> Path | None:
     packed = config.get("quantization_config") if isinstance(config, dict) else None
     if packed is None:
         return folder if (folder / DESCRIPTION).is_file() else None
+    if config.get("model_type") in MULTIMODAL:
+        raise UserError(
+            f"model.pretrained: {folder} has a multimodal model that is quantized already, and test measures "
+            "text models: give a run, or an export of one"
+        )
     method = packed.get("quant_method") if isinstance(packed, dict) else None
     if str(method) not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
         raise UserError(

@@ -31,7 +31,6 @@ from aespa_pl.models.headers import skeleton
 from aespa_pl.models.multimodal import text_config, text_options
 from aespa_pl.paths import expanded
 from aespa_pl.settings import TaskSettings
-from aespa_pl.storage.files import read_json
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -135,8 +134,7 @@ def unpacked_config(folder: Path) -> PreTrainedConfig:
     Raises UserError where transformers can't read it.
     """
     with _reading(folder):
-        content = read_json(folder / "config.json")
-        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), content)
+        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -183,7 +181,7 @@ def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     refuse_too_large(folder, device, dtype)
     with _reading(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        options = text_options(config, read_json(folder / "config.json"))
+        options = text_options(config, folder)
         with _no_report() if options else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, trust_remote_code=False, local_files_only=True, **options

@@ -66,11 +66,11 @@ class FolderFormat(Format):
                         packed[layer + suffix] = tensor
             writer.write_block(index, model.family.as_stored(plain) | packed)
             after_block()
-        config, stated = read_json(model.pretrained.folder / "config.json"), self.quantization(model)
-        # the run's files are those of the original, but of a multimodal one they are the text model's
-        writer.finish(
-            model.pretrained.folder, None if stated is None else config | {"quantization_config": stated}
-        )
+        # the run has the original's files, and of a multimodal one those of the text model
+        origin, own = model.pretrained.folder, {}
+        if (stated := self.quantization(model)) is not None:
+            own = {"config.json": read_json(origin / "config.json") | {"quantization_config": stated}}
+        writer.finish(origin, own)
         settings = json.loads(json.dumps(asdict(model.quantization)))  # plain numbers only
         # by this file fit refuses the folder, and test measures it alone
         write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})

@@ -15,7 +15,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
-from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama_cpp import (
     PARTIAL,
     architecture_of,
@@ -75,11 +74,11 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         (_add_mamba if hasattr(config, "mamba_d_state") else _add_linear_attention)(writer, config)
     if hasattr(config, "mamba_d_state"):  # its word for whether there is RoPE
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    full = model.layouts[kinds.index(FULL)] if architecture.lists_blocks else layout
     if architecture.lists_blocks:
-        layout = model.layouts[kinds.index(FULL)]
-        _add_other_blocks(writer, config, model.layouts[kinds.index(SLIDING) if SLIDING in kinds else 0])
+        _add_sliding_blocks(writer, config, model.layouts[kinds.index(SLIDING)].head_dim)
     if rope_parameters(config):
-        _add_rope(writer, config, layout.head_dim)
+        _add_rope(writer, config, full.head_dim)
 
 
 def _add_experts(writer: GGUFWriter, model: QuantizedModel) -> None:
@@ -137,13 +136,13 @@ def _add_mamba(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
 
 
-def _add_other_blocks(writer: GGUFWriter, config: PreTrainedConfig, layout: BlockLayout) -> None:
+def _add_sliding_blocks(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
     """Write which blocks have windows, and the size of their heads; no block has parts of smaller models."""
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == SLIDING for kind in attention_kinds(config)])
-    writer.add_key_length_swa(layout.head_dim)
-    writer.add_value_length_swa(layout.head_dim)
-    writer.add_rope_dimension_count_swa(layout.head_dim)
+    writer.add_key_length_swa(head_dim)
+    writer.add_value_length_swa(head_dim)
+    writer.add_rope_dimension_count_swa(head_dim)
     writer.add_shared_kv_layers(0)
     writer.add_embedding_length_per_layer_input(0)
 

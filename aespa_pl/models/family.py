@@ -151,9 +151,8 @@ class BlockLayout:
     @property
     def quantizes_values(self) -> bool:
         """Tell whether the block has attention whose values are quantized, and are no keys as well."""
-        before = None if self.attended_group is None else self.values_before(self.attended_group)
-        has_keys = any(p.role is Role.KEY for p in self.groups[0].projections)
-        return before is not None and not before.kept and has_keys
+        found = {p.role for p in self.groups[0].projections if p.role is Role.KEY or not p.kept}
+        return {Role.KEY, Role.VALUE} <= found
 
     def values_before(self, group: InputGroup) -> Projection | None:
         """Return the value projection whose rows, mixed over positions alone, a group sees; None for most.

@@ -81,10 +81,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
             f"model.pretrained: no config.json in {folder}: give the folder of a Hugging Face model"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if (model_type := content.get("model_type")) not in (*MODEL_TYPES, *MULTIMODAL):
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        if model_type not in (*MODEL_TYPES, *MULTIMODAL):
             raise unknown_model_type(model_type)
-        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), content)
+        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), folder)
         if config.model_type not in MODEL_TYPES:
             raise unknown_model_type(config.model_type, whole=model_type)
     except UserError:

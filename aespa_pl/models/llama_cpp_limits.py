@@ -104,7 +104,7 @@ def _unsupported_rope(config: PreTrainedConfig, architecture: Architecture) -> s
     rope, kind = rope_parameters(config), rope_type(config)
     known = ("proportional",) if architecture.lists_blocks else ROPE_TYPES
     if kind not in known:
-        return f"rope_type {kind} is none of {', '.join(known)}"
+        return f"rope_type is {kind}, and llama.cpp has {' or '.join(known)}"
     if kind == "llama3" and not architecture.scales_each:
         return f"llama.cpp has no rope_type llama3 in a {config.model_type}"
     if kind == "yarn" and (reason := _unsupported_yarn(config, rope)) is not None:

@@ -89,11 +89,10 @@ class MixtureModel:
 
 def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
     """Return what a projection is to a mixture."""
-    module = [p.role for p in layout.projections if p.module == projection.module]
-    is_value, has_keys = Role.VALUE in module, any(p.role is Role.KEY for p in layout.groups[0].projections)
-    if is_value and has_keys:
-        return Matrix.VALUE
-    if is_value or projection.role is Role.KEY:  # values that are keys have the name of keys
+    if any(p.role is Role.VALUE for p in layout.projections if p.module == projection.module):
+        has_keys = any(p.role is Role.KEY for p in layout.groups[0].projections)
+        return Matrix.VALUE if has_keys else Matrix.KEY  # one matrix for both has the name of keys
+    if projection.role is Role.KEY:
         return Matrix.KEY
     inputs, outputs = (group.projections for group in layout.groups[:2])
     if layout.attended_group is not None:

@@ -1,11 +1,11 @@
 """Take the text model out of a multimodal one, such as Gemma 3 4B: its configuration, its names in files."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aespa_pl.storage.files import read_json
@@ -24,58 +24,78 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 """What names of the text model begin with in files of the whole, and as a model of its own."""
-TIED, PACKED = "tie_word_embeddings", "quantization_config"
-SHARED = ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
+CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+TEXT, CLASS = "text_config", "tokenizer_class"
+TIED, PACKED, TYPE = "tie_word_embeddings", "quantization_config", "dtype"
+SHARED = (TYPE, "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
 """What config.json may state of the whole that holds for the text model."""
 
 
 def whole_type(folder: Path) -> str | None:
     """Return the ``model_type`` of a folder's multimodal model; None where it has a text model alone."""
-    found = str(read_json(folder / "config.json").get("model_type"))
+    found = str(read_json(folder / CONFIG).get("model_type"))
     return found if found in MULTIMODAL else None
 
 
-def text_config(config: PreTrainedConfig, content: Mapping[str, Any]) -> PreTrainedConfig:
+def text_config(config: PreTrainedConfig, folder: Path) -> PreTrainedConfig:
     """Return the configuration of the text model, which is ``config`` itself where it is no multimodal one.
 
-    ``content`` is that of config.json.
+    The folder's config.json is the one that was read. Whether the head is the embedding is what that states,
+    or else what text models of the kind have: files decide where a head is in none of them.
     """
     if config.model_type not in MULTIMODAL:
         return config
-    text, whole = cast(PreTrainedConfig, config.get_text_config(decoder=True)), cast(Any, config)
-    stated = (part[TIED] for part in (content, content.get("text_config") or {}) if TIED in part)
-    text.tie_word_embeddings = next(stated, whole.tie_word_embeddings)
-    if (packed := getattr(config, PACKED, None)) is not None:
-        setattr(text, PACKED, packed)
+    text, content = cast(PreTrainedConfig, config.get_text_config(decoder=True)), read_json(folder / CONFIG)
+    if TIED in content:
+        text.tie_word_embeddings = content[TIED]
+    for name in (TYPE, PACKED):
+        if (stated := getattr(config, name, None)) is not None:
+            setattr(text, name, stated)
     return text
 
 
-def text_content(config: PreTrainedConfig, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json of the text model says, given its configuration and the whole's config.json."""
-    return {
-        **{key: content[key] for key in SHARED if key in content},
-        **(content.get("text_config") or {}),
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]],
-        "model_type": config.model_type,
-        TIED: config.tie_word_embeddings,
-    }
+def text_files(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Return the content of files that a text model has in the place of the whole's, by name.
+
+    ``config`` is its configuration, ``tokenizer`` the whole's; the folder has the whole's files.
+    """
+    content = read_json(folder / CONFIG)
+    text: dict[str, Any] = content.get(TEXT) or {}
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    own = {"architectures": architectures, "model_type": config.model_type, TIED: config.tie_word_embeddings}
+    files = {CONFIG: text | {key: content[key] for key in SHARED if content.get(key) is not None} | own}
+    # for some wholes (Qwen3.5) the library takes another class than the one that is stated
+    used = type(tokenizer).__name__
+    if type(tokenizer) is not TokenizersBackend and (folder / TOKENIZER).is_file():
+        stated = read_json(folder / TOKENIZER)
+        if str(stated.get(CLASS, used)).removesuffix("Fast") != used:
+            files[TOKENIZER] = stated | {CLASS: used}
+    return files
 
 
-def text_options(config: PreTrainedConfig, content: Mapping[str, Any]) -> dict[str, Any]:
+def text_options(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
     """Return the options by which transformers loads the text model alone; none where it is the whole."""
-    if config.model_type not in MULTIMODAL or PACKED in content:
+    if config.model_type not in MULTIMODAL:
         return {}
     names = {f"^{re.escape(old)}": new for old, new in PREFIXES.items()}
-    return {"config": text_config(config, content), "key_mapping": names}
+    return {"config": text_config(config, folder), "key_mapping": names}
 
 
-def text_names(stored: Mapping[str, Value]) -> dict[str, Value]:
-    """Return tensors of a multimodal model, those of its text model under the names that it has alone."""
-    return {_text_name(name): tensor for name, tensor in stored.items()}
-
-
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """Return the name that a tensor of a whole's text model has alone; of other parts, the name itself."""
     for old, new in PREFIXES.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
+
+
+def text_names(stored: Mapping[str, Value]) -> dict[str, Value]:
+    """Return tensors of a multimodal model, those of its text model under the names that it has alone."""
+    return {text_name(name): tensor for name, tensor in stored.items()}
+
+
+def parts_of(names: Iterable[str]) -> str:
+    """Return the parts of a whole that tensors are in, given their names, for messages."""
+    return ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in names}))

@@ -29,10 +29,9 @@ from aespa_pl.models.headers import (
     shards,
     skeleton,
 )
-from aespa_pl.models.multimodal import text_content, text_names, whole_type
+from aespa_pl.models.multimodal import parts_of, text_files, text_name, text_names, whole_type
 from aespa_pl.models.pickles import converted
 from aespa_pl.storage.cache import cache_folder
-from aespa_pl.storage.files import read_json
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ class PretrainedFolder:
             stored |= read_header(path)  # of a tensor in two files the last counts, as in transformers
         if (whole := whole_type(folder)) is not None:
             stored = text_names(stored)
+            if not any(name.endswith("lm_head.weight") for name in stored):
+                config.tie_word_embeddings = True
         model = skeleton(config)
         located = locate(model, stored, folder)
         used, tensors = {tensor.name for tensor in located.values()}, _shared(model, located)
@@ -82,11 +83,9 @@ class PretrainedFolder:
         return family_of(self.config)
 
     @property
-    def own_config(self) -> dict[str, Any] | None:
-        """Return the content of config.json of the text model; None where the folder's is that."""
-        if self.whole is None:
-            return None
-        return text_content(self.config, read_json(self.folder / "config.json"))
+    def own_files(self) -> dict[str, dict[str, Any]]:
+        """Return the content of files that a text model has in the place of its whole's, by name."""
+        return {} if self.whole is None else text_files(self.config, self.tokenizer(), self.folder)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,17 +133,18 @@ class PretrainedFolder:
         """Say which tensors in the files the model has no place for; None if there are none."""
         if not self.extra:
             return None
-        if self.whole is not None:
-            parts = sorted({_part(name) for name in self.extra})
-            return f"the text model of {self.folder} is quantized, and {', '.join(parts)} are left out"
-        blocks = self.config.num_hidden_layers
+        names, blocks = self.extra, self.config.num_hidden_layers
+        if self.whole is not None:  # other parts have blocks as well
+            names = tuple(text_name(name) for name in names if text_name(name) != name)
         block = re.compile(rf"(?:^|\.){self.family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
-        stored = 1 + max((int(match[1]) for name in self.extra if (match := block.search(name))), default=-1)
+        stored = 1 + max((int(match[1]) for name in names if (match := block.search(name))), default=-1)
         if stored > blocks:
             return (
                 f"config.json has {blocks} blocks, the files in {self.folder} have {stored}: the "
                 "others are left out"
             )
+        if self.whole is not None:
+            return f"the text model of {self.folder} is quantized, without {parts_of(self.extra)}"
         shown = ", ".join(self.extra[:3]) + (" ..." if len(self.extra) > 3 else "")
         return (
             f"tensors in {self.folder} that the model has no place for are left out: "
@@ -250,11 +250,6 @@ class PretrainedFolder:
                     tensors[name] = raw.to(device, own, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
-
-
-def _part(name: str) -> str:
-    """Return the part of a multimodal model that a tensor is in, given its name: ``vision_tower`` ..."""
-    return name.removeprefix("model.").partition(".")[0]
 
 
 def _assign(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:

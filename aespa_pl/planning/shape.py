@@ -58,8 +58,7 @@ class Shape:
 
     blocks: int
     block_weights: int
-    """Number of parameters of the largest block with values, or else with attention; norms and biases
-    included."""
+    """Number of parameters of the largest block with H_V, or else with attention, with norms and biases."""
     in_blocks: int
     """Number of parameters of all blocks."""
     stem_weights: int
@@ -90,11 +89,11 @@ class Shape:
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
         forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
         found: Shape | None = None
-        hungrier = [layout.quantizes_values for layout in layouts]
-        if not any(hungrier):
-            hungrier = [layout.attended_group is not None for layout in layouts]
-        for chosen in (False, True):
-            kind = [i for i, hungry in enumerate(hungrier) if hungry == chosen]
+        leading = [layout.quantizes_values for layout in layouts]  # these have H_V
+        if not any(leading):
+            leading = [layout.attended_group is not None for layout in layouts]
+        for leads in (False, True):
+            kind = [i for i, of_block in enumerate(leading) if of_block == leads]
             kind = [i for i in kind if quantized[i] or not any(quantized)]  # the kept take little
             if not kind:
                 continue

@@ -37,15 +37,15 @@ class ModelWriter:
         """Return the file of a block."""
         return self.folder / f"model-{index + 2:05}-of-{self.blocks + 1:05}.safetensors"
 
-    def finish(self, origin: Path, config: Mapping[str, Any] | None = None) -> None:
+    def finish(self, origin: Path, own: Mapping[str, Mapping[str, Any]]) -> None:
         """Write the index of the files, and the files beside the weights that belong to the model.
 
         They are copied byte for byte: engines misread what a library of another version writes of them.
-        ``config`` is the content of config.json, where it isn't that of ``origin``.
+        ``own`` has the content of JSON files, by name, where it isn't that of ``origin``.
         """
         copy_companions(origin, self.folder)
-        if config is not None:
-            write_json(self.folder / "config.json", config)
+        for name, content in own.items():
+            write_json(self.folder / name, content)
         files = [self.block_file(index) for index in range(-1, self.blocks)]
         size = sum(file.stat().st_size for file in files)
         where = {name: file.name for file in files for name in read_header(file)}

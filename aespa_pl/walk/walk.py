@@ -74,7 +74,7 @@ class Walk:
                 self.model_tuner.rewrite()
             couplings.forget_all(self.context)
             pretrained = self.context.source.pretrained
-            self.writer.finish(pretrained.folder, pretrained.own_config)
+            self.writer.finish(pretrained.folder, pretrained.own_files)
             run.forget_checkpoint()
 
     def _begin(self, tokens: Tensor) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:

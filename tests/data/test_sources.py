@@ -93,6 +93,18 @@ def test_conversations_go_through_the_chat_template_without_other_special_tokens
     assert found.min() >= 300  # another template is never served from an old cache
 
 
+def test_a_template_that_reads_parts_alone_gets_parts(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    """Those of some multimodal models leave a content out that is a text, without a word."""
+    row = {"messages": [{"role": "user", "content": "w1 w2 w3 w4 w5 w6 w7"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row))
+    part = "{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+    tokenizer.chat_template = f"{{% for p in messages[0].content %}}{part}{{% endfor %}}"
+    settings = CalibrationSettings(str(tmp_path / "chat.jsonl"), segments=1)
+    assert calibration_tokens(settings, tokenizer, 6, cache).tolist()[0] in ([*range(1, 7)], [*range(2, 8)])
+
+
 def test_tools_reach_the_chat_template(
     tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
 ) -> None:

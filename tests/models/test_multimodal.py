@@ -1,20 +1,29 @@
 """Of a multimodal model the text model is quantized, which says of text what the whole says."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5Tokenizer,
+)
 
+from aespa_pl.commands.evaluate import quantized_folder
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.tasks import load_whole
 from aespa_pl.models.headers import read_config
-from aespa_pl.models.multimodal import MULTIMODAL
+from aespa_pl.models.multimodal import CONFIG, MULTIMODAL, TOKENIZER
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.settings import ModelSettings
 from tests.models.examples import EXAMPLES, make_ids, save
 
 SIDES = {"image_size": 16, "patch_size": 4}
@@ -57,12 +66,18 @@ def make_whole(name: str, **options: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def change_config(folder: Path, change: Callable[[dict[str, Any]], None], name: str = CONFIG) -> None:
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+
+
 def as_read(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what a configuration states, but for where it comes from and how it was saved."""
     return {
         key: value
         for key, value in config.to_dict().items()
-        if key not in ("_name_or_path", "architectures", "dtype", "transformers_version")
+        if key not in ("_name_or_path", "architectures", "transformers_version")
     }
 
 
@@ -84,14 +99,14 @@ def test_the_text_model_gives_the_logits_of_the_whole(name: str, tmp_path: Path)
         logits = streamed.family.head(streamed.model, hidden[0])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     whole_again = load_whole(folder, torch.device("cpu"), torch.float32)
-    assert type(whole_again).__name__ in str(pretrained.own_config)
+    assert pretrained.own_files["config.json"]["architectures"] == [type(whole_again).__name__]
     torch.testing.assert_close(whole_again(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_the_configuration_of_the_text_model_is_what_was_read(name: str, tmp_path: Path) -> None:
     pretrained = PretrainedFolder.open(save(make_whole(name), tmp_path / "whole"))
-    (tmp_path / "config.json").write_text(json.dumps(pretrained.own_config))
+    (tmp_path / "config.json").write_text(json.dumps(pretrained.own_files["config.json"]))
     assert as_read(AutoConfig.from_pretrained(tmp_path)) == as_read(pretrained.config)
 
 
@@ -99,21 +114,36 @@ def test_what_is_left_out_is_said_by_its_part(tmp_path: Path) -> None:
     """The encoder has four blocks, and the text model three, but that is no mistake of config.json."""
     folder = save(make_whole("lfm2_vl"), tmp_path)
     assert PretrainedFolder.open(folder).unused() == (
-        f"the text model of {folder} is quantized, and multi_modal_projector, vision_tower are left out"
+        f"the text model of {folder} is quantized, without multi_modal_projector, vision_tower"
     )
+    fewer = {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]}
+    change_config(folder, lambda content: content["text_config"].update(fewer))
+    assert PretrainedFolder.open(folder).unused() == (
+        f"config.json has 2 blocks, the files in {folder} have 3: the others are left out"
+    )
+
+
+def test_the_type_is_that_of_the_whole_where_it_states_one(tmp_path: Path) -> None:
+    """Without weights a plan knows the type from config.json alone."""
+    folder = save(make_whole("smolvlm").bfloat16(), tmp_path)
+    change_config(folder, lambda content: content["text_config"].update(dtype="float32"))
+    assert read_config(folder).dtype == torch.bfloat16
+    assert PretrainedFolder.open(folder).own_files["config.json"]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_what_the_files_have(tied: bool, tmp_path: Path) -> None:
     """transformers ties the head of a mistral3 unless its files have another one, whatever Mistral's is."""
     folder = save(make_whole("mistral3", tie_word_embeddings=tied), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config))
+
+    def forget(content: dict[str, Any]) -> None:
+        del content["tie_word_embeddings"], content["text_config"]["tie_word_embeddings"]
+
+    change_config(folder, forget)
+    assert read_config(folder).tie_word_embeddings is False  # of a Mistral, as long as no files are there
     pretrained = PretrainedFolder.open(folder)
     assert pretrained.config.tie_word_embeddings is tied
-    assert pretrained.own_config is not None
-    assert pretrained.own_config["tie_word_embeddings"] is tied
+    assert pretrained.own_files["config.json"]["tie_word_embeddings"] is tied
     assert ("head" in pretrained.embeddings()) is not tied
     assert ("language_model.lm_head.weight" in load_file(folder / "model.safetensors")) is not tied
 
@@ -127,8 +157,22 @@ def test_a_text_model_without_a_family_is_refused(tmp_path: Path) -> None:
 
 def test_a_whole_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
     folder = save(make_whole("smolvlm"), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    packed = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": packed}))
+    change_config(folder, lambda content: content.update(quantization_config={"quant_method": "fp8"}))
     with pytest.raises(UserError, match=r"already quantized \(fp8 in config.json\)"):
         PretrainedFolder.open(folder)
+    with pytest.raises(
+        UserError, match="has a multimodal model that is quantized already, and test measures"
+    ):
+        quantized_folder(ModelSettings(str(folder)))
+
+
+def test_the_tokenizer_has_the_class_that_the_library_takes_for_the_whole(tmp_path: Path) -> None:
+    """That of Qwen3.5 splits a text in another way than the one that its file names."""
+    folder = save(make_whole("qwen3_5"), tmp_path)
+    tokenizer = Qwen3_5Tokenizer(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[])
+    tokenizer.save_pretrained(folder)
+    change_config(folder, lambda content: content.update(tokenizer_class="Qwen2Tokenizer"), TOKENIZER)
+    own = PretrainedFolder.open(folder).own_files
+    assert own[TOKENIZER]["tokenizer_class"] == "Qwen3_5Tokenizer"
+    tokenizer.save_pretrained(folder)  # a file that names it stays as it is
+    assert TOKENIZER not in PretrainedFolder.open(folder).own_files

@@ -30,7 +30,7 @@ def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lamb
         writer.write_block(index, family.as_stored({n: change(pretrained.tensor(n)) for n in names}))
         assert writer.block_file(index).is_file()
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
-    writer.finish(source)
+    writer.finish(source, {})
     return pretrained
 
 
