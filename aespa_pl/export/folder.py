@@ -22,6 +22,7 @@ from aespa_pl.models.experts import Part
 from aespa_pl.models.headers import opened
 from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.models.llama_cpp_tokenizer import lacking_tokenizer
+from aespa_pl.models.multimodal import whole_type
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import read_json, write_json
@@ -66,8 +67,8 @@ class FolderFormat(Format):
                         packed[layer + suffix] = tensor
             writer.write_block(index, model.family.as_stored(plain) | packed)
             after_block()
-        # the run has the original's files, and of a multimodal one those of the text model
-        origin, own = model.pretrained.folder, {}
+        # of a multimodal original the run has the files of the text model
+        origin, own = model.original if whole_type(model.original) is None else model.pretrained.folder, {}
         if (stated := self.quantization(model)) is not None:
             own = {"config.json": read_json(origin / "config.json") | {"quantization_config": stated}}
         writer.finish(origin, own)
@@ -137,8 +138,7 @@ class HuggingFace(FolderFormat):
 
 def _in_gguf(model: QuantizedModel) -> bool:
     """Return whether llama.cpp has a model and its tokenizer."""
-    pretrained = model.pretrained
-    return unsupported_part(pretrained.config) is None and lacking_tokenizer(pretrained.folder) is None
+    return unsupported_part(model.pretrained.config) is None and lacking_tokenizer(model.original) is None
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Gguf(Format):
 
     def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield models that llama.cpp does not have, and matrices that no block type holds."""
-        lacking = unsupported_part(model.pretrained.config) or unsupported_tokenizer(model.pretrained.folder)
+        lacking = unsupported_part(model.pretrained.config) or unsupported_tokenizer(model.original)
         if lacking is not None:
             yield lacking, _other_formats(model)
         if crosses_heads(model.pretrained.config, model.quantization):
@@ -133,11 +133,11 @@ class Gguf(Format):
         remarks = []
         if rounds_yarn(model.pretrained.config):
             remarks.append("llama.cpp rounds the range of YaRN's frequencies, so long contexts differ there")
-        if adds_spaces(model.pretrained.folder):
+        if adds_spaces(model.original):
             remarks.append("llama.cpp puts a space behind each added token, the model's tokenizer does not")
         if start := unnamed_start(model.pretrained.tokenizer()):
             remarks.append(f"llama.cpp begins no text with {start}, as the model's tokenizer does")
-        if lost := lost_end_tokens(model.pretrained.folder, int(model.pretrained.config.vocab_size)):
+        if lost := lost_end_tokens(model.original, int(model.pretrained.config.vocab_size)):
             ids = ", ".join(map(str, lost))
             remarks.append(
                 f"a GGUF file names {len(ENDS)} tokens that end a text, llama.cpp may not stop at token {ids}"
@@ -170,7 +170,7 @@ class Gguf(Format):
         writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
         add_metadata(writer, model, file_type(model))
         size = int(model.pretrained.config.vocab_size)
-        add_vocabulary(writer, model.pretrained.folder, size, model.pretrained.tokenizer())
+        add_vocabulary(writer, model.original, size, model.pretrained.tokenizer())
         if (factors := rope_factors(model.pretrained.config)) is not None:
             what = factors.shape, factors.dtype, factors.nbytes
             writer.add_tensor_info("rope_freqs.weight", *what, GGMLQuantizationType.F32)

@@ -29,7 +29,7 @@ def damped(H: Tensor, damping: float) -> Tensor:
 @every_example
 def test_each_projection_meets_the_hessian_of_its_role(name: str, *, value: bool) -> None:
     block, layout = example(name)
-    statistics = make_statistics(block, layout, value=value)
+    statistics = make_statistics(block, layout, value=value and layout.quantizes_values)
     raw = copy.deepcopy(statistics)
     problem = begin(block, layout, statistics, damping=0.3)
     problem.damp(0.03)  # from what they were before the first
@@ -109,15 +109,14 @@ def test_queries_are_weighed_with_keys_and_keys_with_queries(name: str, *, query
 @every_example
 def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None:
     block, layout = example(name)
-    statistics = make_statistics(block, layout)
+    statistics = make_statistics(block, layout, value=layout.quantizes_values)
     d = len(statistics.inputs["attention_input"][:][0])
     columns = {name: len(H[:][0]) for name, H in statistics.inputs.items()}
     joins = {name for name in columns if name.endswith(("output", "hidden"))}
     inputs = {name: torch.randn(d, d) for name in columns.keys() - joins}
     outputs = {name: torch.randn(d, columns[name]) for name in joins}
-    assert statistics.attended is not None
     raw = copy.deepcopy(statistics)
-    attended = torch.randn(layout.key_value_heads, layout.head_dim, d)
+    attended = torch.randn(layout.key_value_heads, layout.head_dim, d) if layout.quantizes_values else None
     quantized = begin(block, layout, statistics, damping=0.02)
     correct(quantized, Shifts(inputs, outputs, attended), 0.3)
     for name, projections in (entry for group in layout.groups for entry in group.inputs.items()):
@@ -126,6 +125,8 @@ def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None
             for head in range(W.shape[0]):
                 H = raw.inputs[name][:][0]
                 if role(p.name) == "value":
+                    assert raw.attended is not None
+                    assert attended is not None
                     H, change = raw.attended[:][head], attended[head].double()
                 elif name in outputs:
                     change = outputs[name].double()

@@ -245,7 +245,7 @@ def test_models_that_llama_cpp_runs_otherwise_are_named(
     [
         ("opt", 4, 32, "no architecture for model_type opt. Use --format compressed-tensors"),
         ("bloom-post-residual", 4, 32, "ignores apply_residual_connection_post_layernorm. Use"),
-        ("llama-dynamic", 4, 32, "rope_type dynamic is none of default, linear, llama3, yarn. Use"),
+        ("llama-dynamic", 4, 32, "rope_type is dynamic, and llama.cpp has default or linear"),
         ("smollm3-other", 4, 32, "llama.cpp leaves RoPE out of every 4th block, no_rope_layers of"),
         ("seed-oss-biased", 4, 32, "llama.cpp has no seed_oss with attention_out_bias True"),
         ("gemma3-scaled", 4, 32, "llama.cpp runs query_pre_attn_scalar 32, not 20"),
