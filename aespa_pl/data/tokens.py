@@ -230,16 +230,17 @@ def _document_tokens(
             "has no chat template: give rows with 'text', or choose an instruct model"
         )
     # the library runs the template, which comes with the model, in jinja2's sandbox
-    render = partial(tokenizer.apply_chat_template, tools=document.tools, return_dict=False, date_string=DATE)
+    render = partial(tokenizer.apply_chat_template, tools=document.tools, tokenize=False, date_string=DATE)
     messages = document.messages
     try:
         template = CLOCK + tokenizer.get_chat_template(tools=document.tools)
-        text = render(messages, chat_template=template, tokenize=False)
+        text = render(messages, chat_template=template)
         contents = [content for message in messages if (content := message["content"].strip())]
         if contents and not any(content in text for content in contents):
             # the templates of some multimodal models read parts alone
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        ids = render(messages, chat_template=template)
+            text = render(messages, chat_template=template)
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception as error:  # what it raises is up to the template
         reason = first_line(error)
         raise UserError(

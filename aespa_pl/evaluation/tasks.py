@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -134,7 +133,7 @@ def unpacked_config(folder: Path) -> PreTrainedConfig:
     Raises UserError where transformers can't read it.
     """
     with _reading(folder):
-        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), folder)
+        config = text_config(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -180,8 +179,7 @@ def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     """Return a model, all of it in memory. Raises UserError where it does not fit, or can't be loaded."""
     refuse_too_large(folder, device, dtype)
     with _reading(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        options = text_options(config, folder)
+        options = text_options(folder)
         with _no_report() if options else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, trust_remote_code=False, local_files_only=True, **options

@@ -67,16 +67,18 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     for field, add in NUMBERS.items():
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
-    _add_windows(writer, config)
     if CONVOLUTION in kinds:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if LINEAR in kinds:
         (_add_mamba if hasattr(config, "mamba_d_state") else _add_linear_attention)(writer, config)
     if hasattr(config, "mamba_d_state"):  # its word for whether there is RoPE
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    full = model.layouts[kinds.index(FULL)] if architecture.lists_blocks else layout
+    full = layout
     if architecture.lists_blocks:
+        full = model.layouts[kinds.index(FULL)]
         _add_sliding_blocks(writer, config, model.layouts[kinds.index(SLIDING)].head_dim)
+    else:
+        _add_windows(writer, config)
     if rope_parameters(config):
         _add_rope(writer, config, full.head_dim)
 
@@ -148,7 +150,7 @@ def _add_sliding_blocks(writer: GGUFWriter, config: PreTrainedConfig, head_dim: 
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    period = None if architecture_of(config).lists_blocks else full_period(config)
+    period = full_period(config)
     if architecture_of(config).windows and period is not None and period != 1:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern(period)

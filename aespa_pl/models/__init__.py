@@ -70,13 +70,14 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def unknown_model_type(given: object, whole: str | None = None) -> UserError:
     """Return the error for a ``model_type`` that no family has; ``whole`` is that of a multimodal model."""
+    expected = MODEL_TYPES if whole is not None else (*MODEL_TYPES, *MULTIMODAL)
     if given is None:
         return UserError(
-            f"model.pretrained: config.json has no model_type: expected one of {', '.join(MODEL_TYPES)}"
+            f"model.pretrained: config.json has no model_type: expected one of {', '.join(expected)}"
         )
     part = f" ({MISSING[given]})" if isinstance(given, str) and given in MISSING else ""
     where = "config.json" if whole is None else f"the text_config of a {whole} in config.json"
     return UserError(
         f"model.pretrained: model_type {given!r} in {where} is not supported{part}: "
-        f"expected one of {', '.join((*MODEL_TYPES, *MULTIMODAL))}"
+        f"expected one of {', '.join(expected)}"
     )

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
@@ -84,7 +84,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
         if model_type not in (*MODEL_TYPES, *MULTIMODAL):
             raise unknown_model_type(model_type)
-        config = text_config(AutoConfig.from_pretrained(folder, trust_remote_code=False), folder)
+        config = text_config(folder)
         if config.model_type not in MODEL_TYPES:
             raise unknown_model_type(config.model_type, whole=model_type)
     except UserError:

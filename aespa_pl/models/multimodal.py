@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aespa_pl.storage.files import read_json
@@ -37,12 +37,12 @@ def whole_type(folder: Path) -> str | None:
     return found if found in MULTIMODAL else None
 
 
-def text_config(config: PreTrainedConfig, folder: Path) -> PreTrainedConfig:
-    """Return the configuration of the text model, which is ``config`` itself where it is no multimodal one.
+def text_config(folder: Path) -> PreTrainedConfig:
+    """Return the configuration of a folder's text model, by the library's classes.
 
-    The folder's config.json is the one that was read. Whether the head is the embedding is what that states,
-    or else what text models of the kind have: files decide where a head is in none of them.
+    Whether the head is the embedding is what config.json states, or else what text models of the kind have.
     """
+    config = cast(PreTrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     if config.model_type not in MULTIMODAL:
         return config
     text, content = cast(PreTrainedConfig, config.get_text_config(decoder=True)), read_json(folder / CONFIG)
@@ -75,12 +75,18 @@ def text_files(
     return files
 
 
-def text_options(config: PreTrainedConfig, folder: Path) -> dict[str, Any]:
+def states_head(folder: Path) -> bool:
+    """Tell whether config.json states if the head is the embedding; else files do that have no head."""
+    content = read_json(folder / CONFIG)
+    return any(TIED in part for part in (content, content.get(TEXT) or {}))
+
+
+def text_options(folder: Path) -> dict[str, Any]:
     """Return the options by which transformers loads the text model alone; none where it is the whole."""
-    if config.model_type not in MULTIMODAL:
+    if whole_type(folder) is None:
         return {}
     names = {f"^{re.escape(old)}": new for old, new in PREFIXES.items()}
-    return {"config": text_config(config, folder), "key_mapping": names}
+    return {"config": text_config(folder), "key_mapping": names}
 
 
 def text_name(name: str) -> str:

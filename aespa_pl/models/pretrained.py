@@ -29,7 +29,7 @@ from aespa_pl.models.headers import (
     shards,
     skeleton,
 )
-from aespa_pl.models.multimodal import parts_of, text_files, text_name, text_names, whole_type
+from aespa_pl.models.multimodal import parts_of, states_head, text_files, text_name, text_names, whole_type
 from aespa_pl.models.pickles import converted
 from aespa_pl.storage.cache import cache_folder
 
@@ -64,7 +64,7 @@ class PretrainedFolder:
             stored |= read_header(path)  # of a tensor in two files the last counts, as in transformers
         if (whole := whole_type(folder)) is not None:
             stored = text_names(stored)
-            if not any(name.endswith("lm_head.weight") for name in stored):
+            if "lm_head.weight" not in stored and not states_head(folder):
                 config.tie_word_embeddings = True
         model = skeleton(config)
         located = locate(model, stored, folder)

@@ -145,6 +145,10 @@ def test_a_head_is_what_the_files_have(tied: bool, tmp_path: Path) -> None:
     assert pretrained.config.tie_word_embeddings is tied
     assert pretrained.own_files["config.json"]["tie_word_embeddings"] is tied
     assert ("head" in pretrained.embeddings()) is not tied
+    if tied:  # a head that is asked for, and that no file has
+        change_config(folder, lambda content: content.update(tie_word_embeddings=False))
+        with pytest.raises(UserError, match=r"tensor lm_head.weight is missing in "):
+            PretrainedFolder.open(folder)
     assert ("language_model.lm_head.weight" in load_file(folder / "model.safetensors")) is not tied
 
 
