@@ -14,17 +14,23 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
-from aespa_pl.algorithm.second_moments import bounded, mirror, rotate_back, through_norm
+from aespa_pl.algorithm.second_moments import mirror, rotate_back, through_norm
 from aespa_pl.calibration.attended import AttendedInputs, stride
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import Observation
-from aespa_pl.calibration.statistics import BlockStatistics, Hessian, Shifts, Sums, output_shift, rows
-from aespa_pl.models.family import BlockLayout, InputGroup
+from aespa_pl.calibration.statistics import (
+    BlockStatistics,
+    Hessian,
+    Shifts,
+    Sums,
+    before_norms,
+    output_shift,
+    rows,
+)
+from aespa_pl.models.family import BlockLayout, InputGroup, Projection
 from aespa_pl.models.observed import Attention, Rotation
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
-RIDGE = 0.01
-"""Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
 
 
@@ -63,7 +69,7 @@ class StatisticsCollector:
         self.precision: Precision = precision
         self.value_tokens, self.text = value_tokens, text
         # a norm that comes after them (OLMo), not before (OPT-350M, whose stream is a norm's output)
-        starts = {p.residual for group in layout.groups for p in group.projections if p.norm is not None}
+        starts = {p.residual for group in layout.groups for p in group.projections if p.norms}
         self._raw = {group.name for group in layout.groups if group.projections[0].module in starts}
         self.tokens = 0
         self._sums = Sums()
@@ -79,7 +85,7 @@ class StatisticsCollector:
             for group in self.layout.groups if self.inputs else ():
                 for name, projections in group.inputs.items():
                     if projections[0].expert is None and not all(p.kept for p in projections):
-                        self._add_inputs(name, seen, original)
+                        self._add_inputs(name, projections[0], seen, original)
             if self.experts is not None:
                 self.experts.add(seen, original)
             if self.value and seen.attention is not None:
@@ -133,23 +139,21 @@ class StatisticsCollector:
             {} if self.experts is None else self.experts.reached,
         )
 
-    def _add_inputs(self, name: str, seen: Observation, original: Observation | None) -> None:
+    def _add_inputs(
+        self, name: str, first: Projection, seen: Observation, original: Observation | None
+    ) -> None:
         X = rows(seen.inputs[name])
         if self.magnitudes:
             self._sums.add_magnitude(name, X)
         kind, shift, root = Sums.SHIFT, None, None
         if original is not None and name in seen.outputs:
             shift, root = output_shift(seen, original, name, seen.inputs[self.layout.groups[0].name].shape)
-            kind = Sums.OUTPUT_SHIFT
+            shift, kind = shift * first.residual_share, Sums.OUTPUT_SHIFT
         elif original is not None:
             shift = rows(original.inputs[name]) - X
         if name in seen.norms:  # it multiplies the errors of a token
-            inverse, weight = seen.norms[name]
-            inverse = bounded(inverse, 1).flatten(0, 1)
-            root = inverse if root is None else root * inverse
+            root, shift = before_norms(*seen.norms[name], root, shift)
             self._sums.add_weights(name, root)
-            if shift is not None:
-                shift = shift * weight / (weight.square() + RIDGE * weight.square().mean())
         elif name in self._raw:  # what follows divides the errors of a token by its size
             size = X.square().mean(-1, keepdim=True)
             root = size.rsqrt().masked_fill(size == 0, 0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.objectives import operand
 from aespa_pl.algorithm.second_moments import add_gram
 from aespa_pl.calibration.observe import Observation
-from aespa_pl.calibration.statistics import Reached, Sums, output_shift, rows
+from aespa_pl.calibration.statistics import Reached, Sums, before_norms, output_shift, rows
 from aespa_pl.models.experts import Expert, ExpertMixture, routed
 from aespa_pl.models.family import BlockLayout, Projection
 
@@ -56,21 +56,25 @@ class ExpertSums:
         if original is not None:
             moved, root = output_shift(seen, original, name, seen.inputs[self.first].shape)
             # a token's experts make up for it together
-            moved /= scores.float().sum(1, keepdim=True).clamp(min=1)
+            moved *= self.mixture.residual_share / scores.float().sum(1, keepdim=True).clamp(min=1)
             shift = rows(original.inputs[name]) - X_all
+        if normed := name in seen.norms:
+            root, moved = before_norms(*seen.norms[name], root, moved)
         for input_name, p in self.inputs.items():
             token, place = routed(indices, cast(int, p.expert))
             g = scores[token, place, None].float()  # [T, 1]
             X = rows(seen.inputs[input_name])
             if self.magnitudes:
                 self.sums.add_magnitude(input_name, X)
-            self.sums.of(WEIGHT + input_name, X, 1).add_(g.square().sum())
+            own, kind = shift, Sums.SHIFT
+            weight = counted = g
+            if p.residual is not None:
+                own, kind = moved, Sums.OUTPUT_SHIFT
+                weight = g if root is None else g * root[token]
+                counted = weight if normed else g
+            self.sums.of(WEIGHT + input_name, X, 1).add_(counted.square().sum())
             self.sums.of(COUNT + input_name, X, 1).add_(len(token))
-            if moved is not None and root is not None and p.residual is not None:
-                self.sums.add_input(input_name, X * (g * root[token]), Sums.OUTPUT_SHIFT, moved[token] * g)
-            else:
-                own = None if shift is None else shift[token] * g
-                self.sums.add_input(input_name, X * g, Sums.SHIFT, own)
+            self.sums.add_input(input_name, X * weight, kind, None if own is None else own[token] * g)
 
     def scale(self, tokens: int) -> list[str]:
         """Turn the sums into those of as many ``tokens`` as the whole text has.

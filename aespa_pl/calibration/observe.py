@@ -28,10 +28,10 @@ class Observation:
     """The residual stream ``[B, L, d]`` that an output is added to, by the input's name; divided by what the
     output is multiplied by, so that the two add up to the new stream in the units of the output."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Output ``[B, L, d]`` that is added to the residual stream, behind a norm if there is one, by input."""
+    """Output ``[B, L, d]`` that is added to the residual stream, behind its norms if it has some, by input."""
     norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """What the norm behind an output multiplies it by, by input: ``1 / rms [B, L, 1]`` of the token, and its
-    weight ``[d]``."""
+    """What the norms behind an output multiply it by, by input: ``1 / rms [B, L, 1]`` of the token, and the
+    weight ``[d]``; of two norms the products of theirs."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
     routing: tuple[Tensor, Tensor] | None = None
@@ -62,9 +62,9 @@ def observing(
             if residuals and first.residual is not None and first.expert is None:
                 keep_residual = partial(_keep_input, seen.residuals, name, first.residual_factor)
                 _before(stack, module(first.residual), keep_residual)
-                _after(stack, module(first.norm or first.module), partial(_keep_output, seen, name))
-            if first.norm is not None:
-                _after(stack, module(first.norm), partial(_keep_norm, seen, name))
+                _after(stack, module((first.module, *first.norms)[-1]), partial(_keep_output, seen, name))
+            for norm in first.norms if first.expert is None else ():
+                _after(stack, module(norm), partial(_keep_norm, seen, name))
         if mixture is not None:
             name = mixture.module
             _before(stack, module(name), partial(_keep_input, seen.inputs, name, 1))
@@ -74,7 +74,9 @@ def observing(
             if residuals:
                 keep_residual = partial(_keep_input, seen.residuals, name, mixture.residual_factor)
                 _before(stack, module(mixture.residual), keep_residual)
-                _after(stack, module(name), partial(_keep_output, seen, name))
+                _after(stack, module((name, *mixture.norms)[-1]), partial(_keep_output, seen, name))
+            for norm in mixture.norms:
+                _after(stack, module(norm), partial(_keep_norm, seen, name))
         if attention is not None:
             stack.enter_context(attention(partial(setattr, seen, "attention")))
         yield seen
@@ -106,7 +108,11 @@ def _keep_norm(
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
     # some norms add 1 to their weight; forward() runs no hooks
     weight = norm.forward(torch.ones_like(output[0, 0])) * (1 + epsilon) ** 0.5
-    seen.norms[name] = (output.square().mean(-1, keepdim=True) + epsilon).rsqrt(), weight
+    inverse = (output.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    if name in seen.norms:
+        before, weight_before = seen.norms[name]
+        inverse, weight = inverse * before, weight * weight_before
+    seen.norms[name] = inverse, weight
 
 
 def _keep_routing(

@@ -22,11 +22,14 @@ from torch import Tensor
 from aespa_pl.algorithm.hessian import damp
 from aespa_pl.algorithm.massive import token_weights
 from aespa_pl.algorithm.objectives import operand
-from aespa_pl.algorithm.second_moments import add_gram
+from aespa_pl.algorithm.second_moments import add_gram, bounded
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.storage.batches import BatchesOnDisk, Matrices, MatricesOnDisk, NamedMatrices
+
+RIDGE = 0.01
+"""Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
 
 
 class Hessian:
@@ -247,6 +250,21 @@ def refuse_not_finite(values: Tensor, what: str, dtype: torch.dtype) -> None:
     if dtype != torch.float32:
         advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"
     raise UserError(f"{what} NaN or infinite values, so the model's activations overflow in {name}: {advice}")
+
+
+def before_norms(
+    inverse: Tensor, weight: Tensor, root: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the roots ``[N, 1]`` of the tokens' weights, and a shift ``[N, d]``, of what norms multiply.
+
+    They are given behind the norms (None: roots of 1; no shift), which multiply each token by its ``inverse
+    [B, L, 1]`` and each column by its ``weight [d]``.
+    """
+    inverse = bounded(inverse, 1).flatten(0, 1)
+    root = inverse if root is None else root * inverse
+    if shift is None:
+        return root, None
+    return root, shift * weight / (weight.square() + RIDGE * weight.square().mean())
 
 
 def output_shift(

@@ -27,6 +27,11 @@ OTHER_NAMES = {
     ".shared_mlp.experts.": ".mlp.experts.", ".shared_mlp.router.": ".mlp.router.",
 }  # fmt: skip
 """Parts of names that the library gguf knows in another form."""
+UNNAMED = {
+    "experts.gate_proj.weight": "ffn_gate_exps.weight", "experts.up_proj.weight": "ffn_up_exps.weight",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+}  # fmt: skip
+"""Tensors of a block of Gemma 4 that the library gguf has no names for, and llama.cpp has."""
 GATE_AND_UP = ".shared_mlp.input_linear.weight"
 """What the name of a matrix of Granite 4 ends with that llama.cpp has in two."""
 IDEAL_WIDTH = 256
@@ -143,6 +148,9 @@ def gguf_name(model: QuantizedModel, name: str) -> str:
     name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
     for part, other in OTHER_NAMES.items():
         name = name.replace(part, other)
+    block, _, rest = name.removeprefix(f"{model.family.blocks_path}.").partition(".")
+    if rest in UNNAMED:
+        return f"blk.{block}.{UNNAMED[rest]}"
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):

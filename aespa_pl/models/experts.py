@@ -36,6 +36,12 @@ class ExpertMixture:
     """Number k of experts that a token is routed to."""
     residual: str
     """Path of the module whose input the output is added to."""
+    input_norm: str | None = None
+    """Path of the norm before the experts; None: it is ``residual``."""
+    norms: tuple[str, ...] = ()
+    """Paths of the norms between the output and what it is added to, in the order that it passes them."""
+    residual_share: float = 1.0
+    """Share of the error of the new residual stream that the experts make up for (``Projection``)."""
     residual_factor: float = 1.0
     """What the output is multiplied by before it is added (Granite)."""
     shared: str | None = None

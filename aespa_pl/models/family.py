@@ -52,8 +52,10 @@ class Projection:
     """Path of the module whose input the output is added to; None where it is added to nothing."""
     residual_factor: float = 1.0
     """What the output is multiplied by before it is added (Granite)."""
-    norm: str | None = None
-    """Path of the norm between the output and what it is added to (Gemma, OLMo); None: there is none."""
+    residual_share: float = 1.0
+    """Share of the new residual stream's error that it makes up for; 1 where no other output is added too."""
+    norms: tuple[str, ...] = ()
+    """Paths of the norms that the output passes, in this order, before it is added (Gemma, OLMo)."""
     expert: int | None = None
     """Number of the expert that it is part of, which sees only the tokens that are routed to it."""
     kept: bool = False
@@ -85,10 +87,7 @@ Fold = FoldIntoNorm | FoldIntoRows | None
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Lists projections with the same input; they share its Hessian and, where allowed, zeta.
-
-    Each expert has the Hessian of the tokens that are routed to it.
-    """
+    """Lists projections with the same input; they share its Hessian and, where allowed, zeta."""
 
     name: str
     projections: tuple[Projection, ...]
@@ -96,7 +95,7 @@ class InputGroup:
 
     @property
     def inputs(self) -> dict[str, tuple[Projection, ...]]:
-        """Return the projections that share a Hessian, by its name: the group's, or one for each expert."""
+        """Return the projections that share a Hessian, by name: the group's, or each expert's."""
         if len({p.expert for p in self.projections}) == 1:
             return {self.name: self.projections}
         found: dict[str, tuple[Projection, ...]] = {}

@@ -1,6 +1,8 @@
 """Gemma 4: blocks with full attention have wider heads than others, and their keys may be values as well.
 
 Values pass a norm without a weight before they are mixed over positions, and each block ends with a factor.
+26B has experts beside the dense network of each block. Either has norms of its own before and behind it, and
+their sum passes another.
 """
 
 from collections.abc import Iterator
@@ -13,22 +15,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.block_kinds import FULL, attention_kinds
+from aespa_pl.models.experts import ExpertMixture, Part, taken_apart
 from aespa_pl.models.family import BlockLayout, Role
+from aespa_pl.models.moe import MixtureFamily
 from aespa_pl.models.observed import Observer
-from aespa_pl.models.relatives import Gemma3Family
+from aespa_pl.models.relatives import AFTER, Gemma3Family
 
 UNKNOWN = {
     "hidden_size_per_layer_input": "per-layer embeddings",
     "num_kv_shared_layers": "keys and values that blocks share",
-    "enable_moe_block": "experts beside a dense feed-forward network",
 }
 """Parts that no family here has, by their entry of config.json, which is 0 or false without them."""
 
 
-class Gemma4Family(Gemma3Family):
-    """Adapts the dense models of Gemma 4 without per-layer embeddings (12B and 31B)."""
+class Gemma4Family(MixtureFamily, Gemma3Family):
+    """Adapts the models of Gemma 4 without per-layer embeddings (12B, 26B and 31B)."""
 
-    title = "Gemma 4 (12B, 31B)"
+    title = "Gemma 4 (12B, 26B, 31B)"
     model_types = ("gemma4_text", "gemma4_unified_text")
     norm_offset = 0.0
 
@@ -38,13 +41,17 @@ class Gemma4Family(Gemma3Family):
             if getattr(config, name, None):
                 raise UserError(
                     f"model.pretrained: {part} ({name} in config.json) can't be quantized: of Gemma 4 the "
-                    "12B and 31B models have none"
+                    "12B, 26B and 31B models have none"
                 )
         super().check(config)
 
     def sees_later(self, config: PreTrainedConfig) -> bool:
         """Return whether tokens of text see those after them; tokens of images may."""
         return bool(config.use_bidirectional_attention == "all")
+
+    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
+        """Return whether the blocks have experts."""
+        return bool(getattr(config, "enable_moe_block", False))  # unified configurations have none
 
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block, whose kind of attention decides on its heads."""
@@ -56,6 +63,38 @@ class Gemma4Family(Gemma3Family):
             query, key, _ = inputs.projections
             inputs = replace(inputs, projections=(query, replace(key, role=Role.VALUE)))
         return replace(layout, groups=(inputs, output, *mlp), values_normed=True)
+
+    def with_experts(self, config: PreTrainedConfig, dense: BlockLayout, index: int) -> BlockLayout:
+        """Return the layout of a block that has experts beside the dense network.
+
+        Either makes up for half of the residual stream's error.
+        """
+        first, second = ((f"{AFTER[1]}_{i}", AFTER[1]) for i in (1, 2))
+        mixture = ExpertMixture(
+            "experts",
+            "router",
+            "experts",
+            config.num_experts,
+            config.top_k_experts,
+            residual=self.starts[1],
+            input_norm=f"{self.starts[1]}_2",
+            norms=second,
+            residual_share=0.5,
+        )
+        *groups, last = dense.groups
+        down = replace(last.projections[0], norms=first, residual_share=0.5)
+        groups = [*groups, replace(last, projections=(down,)), *self.expert_groups(mixture)]
+        return replace(dense, groups=tuple(groups), mixture=mixture)
+
+    def unfuse(self, model: PreTrainedModel) -> None:
+        """Give every expert linear layers of its own."""
+        blocks: Any = model.get_submodule(self.blocks_path)
+        for block in blocks if self.has_experts(model.config, 0) else ():
+            block.experts = taken_apart(block.experts, self.fused, self.gated(block.experts))
+
+    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
+        """Return the tensor of all experts that an expert's tensor lies in."""
+        return self.fused.places(name) or ((name, None),)
 
     @contextmanager
     def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:

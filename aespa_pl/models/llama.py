@@ -92,11 +92,14 @@ class LlamaFamily(Family):
         norms = (FoldIntoNorm(start, self.norm_offset) for start in self.starts)
         attention_fold, mlp_fold = norms if self.norms_before else (None, None)
         added = partial(Projection, residual_factor=self.residual_factor(config))
-        of_attention, of_mlp = zip(self.starts, self.norms_after, strict=True)
-        where = f"self_attn.{self.output}"
-        output = added(self.output, where, residual=of_attention[0], norm=of_attention[1])
         mlp, _, up, last = self.mlp
-        down = added(last, f"{mlp}.{last}", residual=of_mlp[0], norm=of_mlp[1])
+        output, down = (
+            added(name, f"{module}.{name}", residual=start, norms=tuple(filter(None, [norm])))
+            for name, module, start, norm in (
+                (self.output, "self_attn", self.starts[0], self.norms_after[0]),
+                (last, mlp, self.starts[1], self.norms_after[1]),
+            )
+        )
         # A value row that several query heads share meets several columns of o_proj, each with a
         # zeta of its own.
         own_values = config.num_attention_heads == config.num_key_value_heads

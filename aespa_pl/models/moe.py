@@ -47,14 +47,16 @@ class MixtureFamily(LlamaFamily):
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block: the attention's, and those of all experts."""
         dense = super().layout(config, index)
-        if not self.has_experts(config, index):
-            return dense
+        return self.with_experts(config, dense, index) if self.has_experts(config, index) else dense
+
+    def with_experts(self, config: PreTrainedConfig, dense: BlockLayout, index: int) -> BlockLayout:
+        """Return the layout of a block that has experts in the place of a dense network."""
         mlp, residual = self.mlp[0], self.starts[1]
         count = int(getattr(config, "num_experts", None) or config.num_local_experts)
         stated = config.num_experts_per_tok
         chosen = int(stated if isinstance(stated, int) else stated[index])
         paths, factor = (mlp, f"{mlp}.{self.router}", f"{mlp}.experts"), self.residual_factor(config)
-        mixture = ExpertMixture(*paths, count, chosen, residual, factor)
+        mixture = ExpertMixture(*paths, count, chosen, residual, residual_factor=factor)
         if self.has_shared(config):
             gate = None if self.shared_gate is None else f"{mlp}.{self.shared_gate}"
             mixture = replace(mixture, shared=f"{mlp}.{self.shared}", shared_gate=gate)
@@ -67,7 +69,9 @@ class MixtureFamily(LlamaFamily):
         All experts share the zeta of their input, because it is folded into one norm.
         """
         paths = {f"expert_{number}": f"{mixture.experts}.{number}" for number in range(mixture.count)}
-        readers: tuple[str, ...] = (f"{mixture.module}.{self.router_layer}",)
+        norm = mixture.input_norm or mixture.residual
+        # a norm that the experts alone have is not read by the router
+        readers = () if mixture.input_norm else (f"{mixture.module}.{self.router_layer}",)
         if mixture.shared is not None:
             paths["shared_expert"] = mixture.shared
         if mixture.shared_gate is not None:
@@ -77,13 +81,16 @@ class MixtureFamily(LlamaFamily):
             for number, (name, path) in enumerate(paths.items())
             for kind in ("gate", "up")
         )
-        yield InputGroup("mlp_input", ups, FoldIntoNorm(mixture.residual, self.norm_offset, readers))
+        group = "experts_input" if mixture.input_norm else "mlp_input"
+        yield InputGroup(group, ups, FoldIntoNorm(norm, self.norm_offset, readers))
         for number, (name, path) in enumerate(paths.items()):
             rows = FoldIntoRows(f"{name}_up_proj") if self.linear_in_up else None
             down = Projection(
                 f"{name}_down_proj",
                 f"{path}.down_proj",
                 residual=mixture.residual,
+                residual_share=mixture.residual_share,
+                norms=mixture.norms,
                 residual_factor=mixture.residual_factor,
                 expert=number,
             )

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.observe import Observation, observing
@@ -34,6 +35,7 @@ class Bench:
         self.mixture = self.layout.mixture
         self.experts = [f"{self.mixture.experts}.{number}" for number in range(self.mixture.count)]
         self.experts += [] if self.mixture.shared is None else [self.mixture.shared]
+        self.input = "mlp_input" if self.mixture.input_norm is None else "experts_input"
 
     def observation(self, ids: Tensor) -> Observation:
         attention = partial(self.family.observe_attention, self.model, self.block)
@@ -62,9 +64,16 @@ class Bench:
 
     def routes(self, seen: Observation) -> list[tuple[int, int, float]]:
         """Return token, expert and weight of each route, by the definition of the router."""
-        X = seen.inputs[self.mixture.module].flatten(0, 1).double()
+        X = seen.inputs[self.mixture.module].flatten(0, -2).double()
         router, config = self.block.get_submodule(self.mixture.router), self.model.config
-        logits = X @ next(router.parameters()).double().T
+        scales = torch.ones(self.mixture.count)
+        if config.model_type == "gemma4_text":  # it reads the stream, behind a norm of its own
+            stream = seen.residuals[self.mixture.module].flatten(0, 1).double()
+            x = stream / (stream.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+            logits = (x * router.scale * x.shape[1] ** -0.5) @ router.proj.weight.double().T
+            scales = router.per_expert_scale
+        else:
+            logits = X @ next(router.parameters()).double().T
         found = []
         for token, row in enumerate(
             logits.sigmoid() if config.model_type in SIGMOIDS else logits.softmax(-1)
@@ -72,7 +81,7 @@ class Bench:
             best = self.best(row)
             total = sum(float(row[e]) for e in best) if getattr(router, "norm_topk_prob", True) else 1.0
             factor = getattr(config, "routed_scaling_factor", 1.0)
-            found += [(token, expert, factor * float(row[expert]) / total) for expert in best]
+            found += [(token, e, factor * float(row[e] * scales[e]) / total) for e in best]
             if self.mixture.shared_gate is not None:
                 logit = X[token] @ self.block.get_submodule(self.mixture.shared_gate).weight[0].double()
                 found.append((token, self.mixture.count, float(logit.sigmoid())))
@@ -97,8 +106,9 @@ class Bench:
         """Return the input of an expert's last matrix."""
         layers = [self.block.get_submodule(f"{self.experts[expert]}.{kind}_proj") for kind in ("gate", "up")]
         gate, up = (layer.weight.double() @ x + (0 if layer.bias is None else layer.bias) for layer in layers)
-        inner: Tensor = gate * gate.sigmoid() * up
-        return inner
+        config = self.model.config
+        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+        return cast(Tensor, ACT2FN[name](gate) * up)
 
 
 def weighted_mean(
@@ -188,6 +198,63 @@ def test_shared_and_routed_experts_make_up_for_the_shift_of_the_stream_together(
     assert found.shifts is not None
     assert max(totals) > 1.1
     torch.testing.assert_close(found.shifts.outputs["shared_expert_hidden"].double(), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_dense_network_and_experts_make_up_for_half_of_the_shift_each_behind_their_norms() -> None:
+    """Norms multiply the output of either by the product of two factors of a token, and of two weights."""
+    bench, ids, other = Bench("gemma4-moe"), make_ids(40), make_ids(40)
+    block, config, L = bench.block, bench.model.config, ids.shape[1]
+    first, second, last = (
+        block.get_parameter(f"post_feedforward_layernorm{i}.weight").double() for i in ("_1", "_2", "")
+    )
+    outputs: dict[str, Tensor] = {}
+    for path in ("mlp", "experts"):
+        block.get_submodule(path).register_forward_hook(
+            lambda _, _inputs, output, path=path: outputs.update({path: output.flatten(0, -2).double()})
+        )
+
+    def inverse(y: Tensor) -> Tensor:
+        return (y.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+
+    def stream(seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
+        dense, routed = outputs["mlp"], outputs["experts"]
+        both = first * inverse(dense) * dense + second * inverse(routed) * routed
+        new = seen.residuals["experts"].flatten(0, 1) + last * inverse(both) * both
+        of_either = [(inverse(y) * inverse(both)).view(-1, L) for y in (dense, routed)]
+        bounded = [f.minimum(5 * f.median(1, keepdim=True).values).flatten() for f in of_either]
+        return new, bounded[0], bounded[1]
+
+    found = bench.statistics(ids, other)
+    Y_fp, *_ = stream(bench.observation(other))
+    seen = bench.observation(ids)
+    Y, of_dense, of_experts = stream(seen)
+    torch.testing.assert_close((Y * block.layer_scalar).float(), bench.output.flatten(0, 1))
+    pairs = zip(Y_fp.view(-1, L, 24), Y.view(-1, L, 24), strict=True)
+    counts, shift = torch.cat([massive.weights(*pair) for pair in pairs]), (Y_fp - Y) / 2
+
+    def through(weight: Tensor) -> Tensor:
+        return weight / (weight.square() + 0.01 * weight.square().mean())
+
+    assert found.shifts is not None
+    X = seen.inputs["mlp_hidden"].flatten(0, 1).double()
+    expected = (counts * of_dense * (shift * through(first * last)).T) @ X / (counts @ of_dense**2)
+    torch.testing.assert_close(found.shifts.outputs["mlp_hidden"].double(), 2 * expected, **CLOSE)
+    H = X.T @ ((counts * of_dense**2)[:, None] * X) / (counts @ of_dense**2)
+    torch.testing.assert_close(found.inputs["mlp_hidden"][:][0].double(), 2 * H, **CLOSE)
+
+    routes, X = bench.routes(seen), seen.inputs["experts"].double()
+    totals = [max(1.0, sum(g for token, _, g in routes if token == t)) for t in range(len(X))]
+    for expert in range(bench.mixture.count):
+        total, weight, reached = torch.zeros(24, 12).double(), 0.0, 0
+        for t, number, g in routes:
+            if number == expert:
+                aim = shift[t] * through(second * last) * g / totals[t]
+                total += 2 * counts[t] * of_experts[t] * g * torch.outer(aim, bench.inner(expert, X[t]))
+                weight, reached = weight + float(counts[t] * (of_experts[t] * g) ** 2), reached + 1
+        expected = min(1, reached / 12) * total / weight
+        name = f"expert_{expert}_hidden"
+        torch.testing.assert_close(found.shifts.outputs[name].double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "granite4-moe"])

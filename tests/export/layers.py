@@ -64,7 +64,11 @@ IN_FILES = {
     ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
 }
 """Names that Granite 4 has in files, by those of the library."""
-EXPERTS = {"lfm2_moe": "feed_forward.experts", WITH_EXPERTS: "block_sparse_moe.experts"}
+EXPERTS = {
+    "gemma4_text": "experts",
+    "lfm2_moe": "feed_forward.experts",
+    WITH_EXPERTS: "block_sparse_moe.experts",
+}
 """Names of the experts of a block, where they are others than most families'."""
 LAYERS |= {
     kind: LLAMA_LAYERS | {f"shared_expert_{part}_proj": f"mlp.{shared}.{part}_proj" for part in PARTS}

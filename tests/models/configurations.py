@@ -188,6 +188,19 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         GEMMA4,
         {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     ),
+    "gemma4-moe": lambda: config(
+        Gemma4TextConfig,
+        LLAMA,
+        PLAIN,
+        GEMMA4,
+        {
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
     "gemma4-full": lambda: config(
         Gemma4UnifiedTextConfig, LLAMA, PLAIN, GEMMA4, {"layer_types": FULL, "final_logit_softcapping": 3.0}
     ),

@@ -43,11 +43,12 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
 
     # experts add to nothing by themselves, but their sum does
     writers = [p for p in layout.projections if p.residual is not None and p.expert is None]
-    sums = [(p.residual, p.norm or p.module, p.residual_factor) for p in writers]
-    if layout.mixture is not None:
-        mixture = layout.mixture
-        sums.append((mixture.residual, mixture.module, mixture.residual_factor))
-    assert len(sums) == 2
+    shares: dict[Any, float] = {}
+    for writer in (*writers, *filter(None, [layout.mixture])):
+        key = writer.residual, (writer.module, *writer.norms)[-1], writer.residual_factor
+        shares[key] = shares.get(key, 0) + writer.residual_share
+    assert list(shares.values()) == [1, 1]
+    sums = list(shares)
     for number, (residual, path, _) in enumerate(sums):
         keep(f"{number} residual", residual)
         keep(f"{number} output", path, output=True)
@@ -103,7 +104,9 @@ def test_every_matrix_of_a_block_is_a_projection(name: str) -> None:
         projections = layout.projections
         folds = (group.fold for group in layout.groups if isinstance(group.fold, FoldIntoNorm))
         full = {path for fold in folds for path in fold.readers}  # those that keep their precision
-        linear = {path for path, m in block.named_modules() if isinstance(m, nn.Linear)}
+        router = "" if layout.mixture is None else f"{layout.mixture.router}."
+        named = block.named_modules()
+        linear = {p for p, m in named if isinstance(m, nn.Linear) and not (router and p.startswith(router))}
         assert {projection.module for projection in projections} == linear - full
         assert len({projection.name for projection in projections}) == len(projections)
 
@@ -163,7 +166,6 @@ def test_part_that_a_model_has_and_no_family_is_named() -> None:
     [
         ("hidden_size_per_layer_input", 8, "per-layer embeddings"),
         ("num_kv_shared_layers", 1, "keys and values that blocks share"),
-        ("enable_moe_block", True, "experts beside a dense"),
     ],
 )
 def test_parts_of_gemma4_that_no_family_has_are_named(name: str, value: Any, part: str) -> None:
