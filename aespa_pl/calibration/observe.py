@@ -28,7 +28,7 @@ class Observation:
     """The residual stream ``[B, L, d]`` that an output is added to, by the input's name; divided by what the
     output is multiplied by, so that the two add up to the new stream in the units of the output."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Output ``[B, L, d]`` that is added to the residual stream, behind its norms if it has some, by input."""
+    """Output ``[B, L, d]`` that is added to the residual stream, behind norms if there are some, by input."""
     norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """What the norms behind an output multiply it by, by input: ``1 / rms [B, L, 1]`` of the token, and the
     weight ``[d]``; of two norms the products of theirs."""

@@ -215,7 +215,7 @@ def test_dense_network_and_experts_make_up_for_half_of_the_shift_each_behind_the
         )
 
     def inverse(y: Tensor) -> Tensor:
-        return (y.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+        return (y.square().mean(-1, keepdim=True) + float(config.rms_norm_eps)).rsqrt()
 
     def stream(seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
         dense, routed = outputs["mlp"], outputs["experts"]

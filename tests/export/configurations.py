@@ -169,8 +169,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "gemma4-moe": lambda: llama(
-        Gemma4TextConfig, **GEMMA4, num_hidden_layers=3, enable_moe_block=True, num_experts=4, top_k_experts=2,
-        moe_intermediate_size=64, layer_types=["sliding_attention", "full_attention", "full_attention"],
+        Gemma4TextConfig, **GEMMA4, num_hidden_layers=3, enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=64,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "gemma4-values": lambda: llama(
         Gemma4UnifiedTextConfig, **{**GEMMA4, "attention_k_eq_v": False}, tie_word_embeddings=False,

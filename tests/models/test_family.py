@@ -44,7 +44,8 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
     # experts add to nothing by themselves, but their sum does
     writers = [p for p in layout.projections if p.residual is not None and p.expert is None]
     shares: dict[Any, float] = {}
-    for writer in (*writers, *filter(None, [layout.mixture])):
+    mixtures = () if layout.mixture is None else (layout.mixture,)
+    for writer in (*writers, *mixtures):
         key = writer.residual, (writer.module, *writer.norms)[-1], writer.residual_factor
         shares[key] = shares.get(key, 0) + writer.residual_share
     assert list(shares.values()) == [1, 1]
