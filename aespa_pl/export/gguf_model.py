@@ -25,6 +25,7 @@ OTHER_NAMES = {
     ".e_score_correction_bias": ".e_score_correction.bias", ".expert_bias": ".expert_bias.bias",
     ".shared_mlp.output_linear.": ".mlp.down_proj.", ".shared_mlp.shared.": ".mlp.shared_expert.",
     ".shared_mlp.experts.": ".mlp.experts.", ".shared_mlp.router.": ".mlp.router.",
+    ".block_sparse_moe.experts.": ".mlp.experts.", ".block_sparse_moe.router.": ".mlp.router.",
 }  # fmt: skip
 """Parts of names that the library gguf knows in another form."""
 UNNAMED = {

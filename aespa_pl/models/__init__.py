@@ -10,7 +10,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
 from aespa_pl.models.gemma4 import Gemma4Family
-from aespa_pl.models.granite4 import Granite4Family
+from aespa_pl.models.granite4 import Granite4Family, GraniteMoeFamily
 from aespa_pl.models.hybrid import HybridFamily
 from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
@@ -41,7 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
     Gemma4Family(), OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(),
     Qwen3MoeFamily(), MixtralFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(), Lfm2MoeFamily(),
-    HybridFamily(), GptOssFamily(), Granite4Family(),
+    HybridFamily(), GptOssFamily(), GraniteMoeFamily(), Granite4Family(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
@@ -53,7 +53,7 @@ MISSING = {
     "exaone4_5": "its image encoder",
     "olmo_hybrid": "linear attention",
     "glm4_moe_lite": "multi-head latent attention",
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), "its mixture of experts"),
+    "granitemoeshared": "its shared expert",
     **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
 }
 """Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""

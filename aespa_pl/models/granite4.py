@@ -1,4 +1,6 @@
-"""Granite 4 mixes blocks of attention with blocks of Mamba 2, or has attention alone; some have experts.
+"""Granite 3 with experts, and Granite 4.
+
+Granite 4 mixes blocks of attention with blocks of Mamba 2, or has attention alone; some have experts.
 
 The input projection of a Mamba block has the rows of its gate, of what is convolved and of the time steps.
 Both projections are plain linear layers, and all that rules the state keeps its precision (convolution,
@@ -20,18 +22,37 @@ from aespa_pl.models.family import BlockLayout, FoldIntoNorm
 from aespa_pl.models.moe import MixtureFamily
 from aespa_pl.models.relatives import GraniteFamily
 
-MLP = "shared_mlp"
+MLP, MOE = "shared_mlp", "block_sparse_moe"
+OF_MIXTURE = {
+    "router.weight": "router.layer.weight",
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+}
+"""Names in files of what a mixture of experts has."""
 PLACES = {
-    f"{MLP}.router.weight": "block_sparse_moe.router.layer.weight",
-    f"{MLP}.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-    f"{MLP}.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    **{f"{MLP}.{name}": f"{MOE}.{place}" for name, place in OF_MIXTURE.items()},
     f"{MLP}.shared.gate_proj.weight": f"{MLP}.input_linear.weight",
     f"{MLP}.shared.up_proj.weight": f"{MLP}.input_linear.weight",
     f"{MLP}.shared.down_proj.weight": f"{MLP}.output_linear.weight",
 }
-"""Names in files of what a block with experts has."""
+"""Names in files of what a block of Granite 4 with experts has."""
 JOINED = ("gate_proj.weight", "up_proj.weight")
 """Matrices of the shared expert whose rows follow one another in files."""
+
+
+class GraniteMoeFamily(MixtureFamily, GraniteFamily):
+    """Adapts Granite 3 with experts, whose files have all experts of a block in two tensors."""
+
+    title = "Granite 3 (experts)"
+    model_types = ("granitemoe",)
+    mlp = (MOE, "gate_proj", "up_proj", "down_proj")
+    router = router_layer = "router"
+
+    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
+        """Return the names in files."""
+        ((place, part),) = self.fused.places(name) or ((name, None),)
+        prefix, found, rest = place.rpartition(f"{MOE}.")
+        return ((prefix + found + OF_MIXTURE.get(rest, rest), part),)
 
 
 class Granite4Family(MixtureFamily, GraniteFamily):

@@ -51,7 +51,7 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 UNBIASED = {"attention_bias": False}
 LLAMA = Architecture("llama", moves_pairs=True, scales_each=True)
 GRANITE_MOE = replace(LLAMA, name="granitemoe")
-"""What a Granite 4 with experts and attention alone is there."""
+"""What Granite 3 with experts, and Granite 4 with experts and attention alone, are there."""
 GEMMA = Architecture(
     "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only={**TIED, **UNBIASED}
 )
@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "mistral": LLAMA,
     "ministral3": Architecture("mistral3", moves_pairs=True),
     "granite": replace(LLAMA, name="granite"),
+    "granitemoe": GRANITE_MOE,
     "granitemoehybrid": replace(
         LLAMA,
         name="granitehybrid",

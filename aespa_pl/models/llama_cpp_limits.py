@@ -84,7 +84,8 @@ def _unsupported_kinds(config: PreTrainedConfig) -> str | None:
         return f"llama.cpp can't load a {config.model_type} without both convolutions and attention"
     if FULL not in kinds and config.model_type == "granitemoehybrid":
         return "llama.cpp can't load a granitemoehybrid without attention"
-    if architecture_of(config).name == "granitemoe" and config.position_embedding_type != "rope":
+    rotation = getattr(config, "position_embedding_type", "rope")
+    if architecture_of(config).name == "granitemoe" and rotation != "rope":
         return "llama.cpp has RoPE where a granitemoehybrid has experts and no Mamba blocks, config.json none"
     return _unsupported_linear(config) if hasattr(config, "linear_key_head_dim") else None
 

@@ -129,7 +129,17 @@ def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe", "granite4-moe"]
+    "name",
+    [
+        "qwen3-moe",
+        "qwen2-moe",
+        "glm4-moe",
+        "ernie4.5-moe",
+        "hunyuan-moe",
+        "lfm2-moe",
+        "granite4-moe",
+        "granite-moe",
+    ],
 )
 def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights(name: str) -> None:
     bench, ids = Bench(name), make_ids(40)

@@ -17,6 +17,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -122,6 +123,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     ),
     "granite": lambda: llama(GraniteConfig, **GRANITE),
+    "granite-moe": lambda: llama(GraniteMoeConfig, **GRANITE, num_local_experts=4, num_experts_per_tok=2),
     "granite4": lambda: llama(
         GraniteMoeHybridConfig, **GRANITE_4, num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"]
     ),

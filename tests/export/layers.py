@@ -63,9 +63,10 @@ IN_FILES = {
     ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
     ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
 }
-"""Names that Granite 4 has in files, by those of the library."""
+"""Names that Granite has in files, by those of the library."""
 EXPERTS = {
     "gemma4_text": "experts",
+    "granitemoe": "block_sparse_moe.experts",
     "lfm2_moe": "feed_forward.experts",
     WITH_EXPERTS: "block_sparse_moe.experts",
 }

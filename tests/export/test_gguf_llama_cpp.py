@@ -47,6 +47,7 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
                 "granite",
                 "granite4",
                 "granite4-dense",
+                "granite-moe",
                 "granite4-moe",
                 "smollm3",
                 "ministral3",

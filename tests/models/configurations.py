@@ -16,6 +16,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -47,6 +48,7 @@ from tests.models.parts import (
     CONVOLUTIONS,
     FULL,
     GEMMA4,
+    GEMMA4_EXPERTS,
     GRANITE,
     GRANITE_EXPERTS,
     HYBRID,
@@ -98,6 +100,9 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         GRANITE,
         MAMBA,
         {"num_key_value_heads": 4, "position_embedding_type": "rope", "layer_types": ["attention"] * 3},
+    ),
+    "granite-moe": lambda: config(
+        GraniteMoeConfig, LLAMA, GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 2}
     ),
     "granite4-moe": lambda: config(GraniteMoeHybridConfig, LLAMA, GRANITE, MAMBA, GRANITE_EXPERTS),
     "smollm3": lambda: config(
@@ -182,25 +187,9 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         },
     ),
     "gemma4": lambda: config(
-        Gemma4TextConfig,
-        LLAMA,
-        PLAIN,
-        GEMMA4,
-        {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        Gemma4TextConfig, LLAMA, PLAIN, GEMMA4, {"layer_types": ["sliding_attention", *FULL[1:]]}
     ),
-    "gemma4-moe": lambda: config(
-        Gemma4TextConfig,
-        LLAMA,
-        PLAIN,
-        GEMMA4,
-        {
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 12,
-        },
-    ),
+    "gemma4-moe": lambda: config(Gemma4TextConfig, LLAMA, PLAIN, GEMMA4, GEMMA4_EXPERTS),
     "gemma4-full": lambda: config(
         Gemma4UnifiedTextConfig, LLAMA, PLAIN, GEMMA4, {"layer_types": FULL, "final_logit_softcapping": 3.0}
     ),

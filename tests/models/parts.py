@@ -49,6 +49,10 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
+GEMMA4_EXPERTS = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "enable_moe_block": True,
+    "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12,
+}  # fmt: skip
 CONVOLUTIONS = ["full_attention", "conv", "full_attention"]
 FULL = ["full_attention"] * 3
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -44,6 +44,8 @@ def test_shape_is_that_of_a_real_model(name: str) -> None:
     assert roles[: len(of_inputs)] == of_inputs
     mixture = found.layout.mixture
     writers = 2 if mixture is None else 1 + mixture.count + (mixture.shared is not None)
+    if mixture is not None and mixture.input_norm is not None:  # beside a dense network
+        writers += 1
     assert sum(matrix.adds_to_residual for matrix in found.matrices) == writers
 
 
