@@ -21,6 +21,7 @@ from aespa_pl.models.moe import (
     HunyuanMoeFamily,
     Lfm2MoeFamily,
     MixtralFamily,
+    OlmoeFamily,
     Qwen3MoeFamily,
 )
 from aespa_pl.models.multimodal import MULTIMODAL
@@ -40,8 +41,8 @@ from aespa_pl.models.relatives import (
 FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
     Gemma4Family(), OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(),
-    Qwen3MoeFamily(), MixtralFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(), Lfm2MoeFamily(),
-    HybridFamily(), GptOssFamily(), GraniteMoeFamily(), Granite4Family(),
+    Qwen3MoeFamily(), MixtralFamily(), OlmoeFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(),
+    Lfm2MoeFamily(), HybridFamily(), GptOssFamily(), GraniteMoeFamily(), Granite4Family(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)

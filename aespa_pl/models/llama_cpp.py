@@ -105,6 +105,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": Architecture("hunyuan-moe", only=UNBIASED),
     "glm4_moe": Architecture("glm4moe", sigmoid=True, only={"n_group": 1}),
     "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}, divides_width=True),
+    "olmoe": Architecture("olmoe", only={**UNTIED, **UNBIASED, "norm_topk_prob": False}),
     "qwen3_moe": Architecture("qwen3moe", only={**UNBIASED, "norm_topk_prob": True}),
     "mixtral": LLAMA,
     "gpt_oss": Architecture(

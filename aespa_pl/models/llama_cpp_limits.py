@@ -68,6 +68,8 @@ def _unsupported_experts(config: PreTrainedConfig) -> str | None:
 
 
 def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> str | None:
+    if architecture.name == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
+        return "llama.cpp can't load an olmoe with grouped queries"
     if not architecture.divides_width:
         return None
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)

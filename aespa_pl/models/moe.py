@@ -137,6 +137,22 @@ class Qwen3MoeFamily(MixtureFamily):
         return hasattr(config, "shared_expert_intermediate_size")
 
 
+class OlmoeFamily(MixtureFamily):
+    """Adapts OLMoE, whose norms of queries and keys run over all heads together."""
+
+    title = "OLMoE"
+    model_types = ("olmoe",)
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Refuse clamped queries, keys and values, and what every family refuses."""
+        if config.clip_qkv is not None:
+            raise UserError(
+                f"model.pretrained: clamped queries, keys and values (clip_qkv {config.clip_qkv} in "
+                "config.json) can't be quantized: give an OLMoE without"
+            )
+        super().check(config)
+
+
 class Glm4MoeFamily(MixtureFamily):
     """Adapts GLM-4.5 to 4.7, with a shared expert behind the first, dense blocks.
 

@@ -29,6 +29,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -247,6 +248,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss-exact": lambda: llama(  # as its makers' files have it
         GptOssConfig, head_dim=32, num_local_experts=8, num_experts_per_tok=8, sliding_window=12,
         tie_word_embeddings=False, rope_parameters={**YARN, "truncate": False},
+    ),
+    "olmoe": lambda: llama(
+        OlmoeConfig, tie_word_embeddings=False, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2,
+        intermediate_size=64,
     ),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),

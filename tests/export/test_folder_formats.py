@@ -74,7 +74,7 @@ def test_transformers_runs_compressed_tensors_exactly(
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen2-moe", "qwen3-moe", "mixtral", "qwen3-next"),
+        *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "qwen3-next"),
         *("glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe"),
     ],
 )

@@ -67,6 +67,7 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
                 "qwen2-moe",
                 "qwen3-moe",
                 "mixtral",
+                "olmoe",
                 "gpt-oss",
                 "qwen3-next",
                 "qwen3.5",

@@ -28,6 +28,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -261,6 +262,9 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
             "num_experts_per_tok": 2,
             "num_dense_layers": 1,
         },
+    ),
+    "olmoe": lambda: config(
+        OlmoeConfig, LLAMA, PLAIN, {"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2}
     ),
     "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": lambda: config(

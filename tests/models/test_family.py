@@ -184,6 +184,13 @@ def test_attention_in_both_directions_is_refused(name: str, value: Any) -> None:
         family_of(settings)
 
 
+def test_clamped_queries_are_refused() -> None:
+    settings: Any = EXAMPLES["olmoe"]()
+    settings.clip_qkv = 8.0
+    with pytest.raises(UserError, match=r"\(clip_qkv 8.0 in config.json\) can't be quantized"):
+        family_of(settings)
+
+
 def test_a_model_that_is_not_causal_is_refused() -> None:
     settings: Any = EXAMPLES["llama"]()
     settings.is_causal = False
