@@ -148,7 +148,8 @@ class StatisticsCollector:
         kind, shift, root = Sums.SHIFT, None, None
         if original is not None and name in seen.outputs:
             shift, root = output_shift(seen, original, name, seen.inputs[self.layout.groups[0].name].shape)
-            shift, kind = shift * first.residual_share, Sums.OUTPUT_SHIFT
+            # experts beside a dense network make up for it as well
+            shift, kind = shift / self.layout.sides_of(cast(str, first.residual)), Sums.OUTPUT_SHIFT
         elif original is not None:
             shift = rows(original.inputs[name]) - X
         if name in seen.norms:  # it multiplies the errors of a token

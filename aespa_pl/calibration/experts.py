@@ -33,7 +33,7 @@ class ExpertSums:
         self.mixture = cast(ExpertMixture, layout.mixture)
         self.sums = sums
         self.magnitudes = magnitudes
-        self.first = layout.groups[0].name
+        self.first, self.sides = layout.groups[0].name, layout.sides_of(self.mixture.residual)
         self.inputs: dict[str, Projection] = {}  # first projection of each input that experts have
         self.all_tokens: list[str] = []  # names of the groups whose input all tokens are
         for group in layout.groups:
@@ -55,8 +55,10 @@ class ExpertSums:
         shift = moved = root = None
         if original is not None:
             moved, root = output_shift(seen, original, name, seen.inputs[self.first].shape)
-            # a token's experts make up for it together
-            moved *= self.mixture.residual_share / scores.float().sum(1, keepdim=True).clamp(min=1)
+            # a token's experts make up for it together, and for half of it beside a dense network; norms
+            # behind them undo the size of their weights
+            least = torch.finfo(torch.float32).tiny if self.mixture.norms else 1
+            moved /= self.sides * scores.float().sum(1, keepdim=True).clamp(min=least)
             shift = rows(original.inputs[name]) - X_all
         if normed := name in seen.norms:
             root, moved = before_norms(*seen.norms[name], root, moved)
@@ -95,7 +97,10 @@ class ExpertSums:
         return [name for name, found in self.reached.items() if found.layer_share]
 
     def see_all(self, block: nn.Module, hidden: Tensor) -> None:
-        """Add a batch ``[B, L, d]`` of the mixture's inputs to the Hessians of inputs with too few tokens."""
+        """Add a batch of the mixture's inputs to the Hessians of inputs with too few tokens.
+
+        It is ``[B, L, d]`` or, of some families, ``[B * L, d]``.
+        """
         gram: Tensor | None = None
         for name, found in self.reached.items():
             if not found.layer_share:

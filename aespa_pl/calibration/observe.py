@@ -23,7 +23,7 @@ class Observation:
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """``X [B, L, d_in]`` by the input's name; an expert's has the tokens that are routed to it. The whole
-    mixture of experts is here, and below, by the path of its module."""
+    mixture of experts is here, and below, by the path of its module, whose input may be ``[B * L, d]``."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
     """The residual stream ``[B, L, d]`` that an output is added to, by the input's name; divided by what the
     output is multiplied by, so that the two add up to the new stream in the units of the output."""

@@ -31,7 +31,7 @@ class CompressedTensors(PackedFormat):
     """Packs integers of 2 to 8 bits, in any groups.
 
     It takes any family, but mixtures of experts only where the run is symmetric and quantizes all experts,
-    and no gpt-oss or Granite 4, whose files have all experts of a block in one tensor.
+    and no gpt-oss, Granite or Gemma 4, whose files have all experts of a block in one tensor.
     """
 
     name = "compressed-tensors"

@@ -25,7 +25,8 @@ class ExpertMixture:
     """Describes the mixture of experts of a block."""
 
     module: str
-    """Path of the module whose input all tokens are, and whose output is added to the residual stream."""
+    """Path of the module whose input all tokens are, and whose output, behind ``norms``, is added to the
+    residual stream."""
     router: str
     """Path of the module that returns logits, weights ``[N, k]`` and experts ``[N, k]`` of each token."""
     experts: str
@@ -40,8 +41,6 @@ class ExpertMixture:
     """Path of the norm before the experts; None: it is ``residual``."""
     norms: tuple[str, ...] = ()
     """Paths of the norms between the output and what it is added to, in the order that it passes them."""
-    residual_share: float = 1.0
-    """Share of the error of the new residual stream that the experts make up for (``Projection``)."""
     residual_factor: float = 1.0
     """What the output is multiplied by before it is added (Granite)."""
     shared: str | None = None

@@ -52,8 +52,6 @@ class Projection:
     """Path of the module whose input the output is added to; None where it is added to nothing."""
     residual_factor: float = 1.0
     """What the output is multiplied by before it is added (Granite)."""
-    residual_share: float = 1.0
-    """Share of the new residual stream's error that it makes up for; 1 where no other output is added too."""
     norms: tuple[str, ...] = ()
     """Paths of the norms that the output passes, in this order, before it is added (Gemma, OLMo)."""
     expert: int | None = None
@@ -141,6 +139,10 @@ class BlockLayout:
     def projections(self) -> tuple[Projection, ...]:
         """Return the projections of the block that are quantized."""
         return tuple(p for group in self.groups for p in group.projections if not p.kept)
+
+    def sides_of(self, residual: str) -> int:
+        """Return the number of quantized outputs that are added to a stream: a dense network's, experts'."""
+        return len({p.expert is None for p in self.projections if p.residual == residual}) or 1
 
     @property
     def attended_group(self) -> InputGroup | None:

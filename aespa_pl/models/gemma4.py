@@ -65,10 +65,7 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
         return replace(layout, groups=(inputs, output, *mlp), values_normed=True)
 
     def with_experts(self, config: PreTrainedConfig, dense: BlockLayout, index: int) -> BlockLayout:
-        """Return the layout of a block that has experts beside the dense network.
-
-        Either makes up for half of the residual stream's error.
-        """
+        """Return the layout of a block that has experts beside the dense network."""
         first, second = ((f"{AFTER[1]}_{i}", AFTER[1]) for i in (1, 2))
         mixture = ExpertMixture(
             "experts",
@@ -79,10 +76,9 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
             residual=self.starts[1],
             input_norm=f"{self.starts[1]}_2",
             norms=second,
-            residual_share=0.5,
         )
         *groups, last = dense.groups
-        down = replace(last.projections[0], norms=first, residual_share=0.5)
+        down = replace(last.projections[0], norms=first)
         groups = [*groups, replace(last, projections=(down,)), *self.expert_groups(mixture)]
         return replace(dense, groups=tuple(groups), mixture=mixture)
 

@@ -89,7 +89,6 @@ class MixtureFamily(LlamaFamily):
                 f"{name}_down_proj",
                 f"{path}.down_proj",
                 residual=mixture.residual,
-                residual_share=mixture.residual_share,
                 norms=mixture.norms,
                 residual_factor=mixture.residual_factor,
                 expert=number,

@@ -41,7 +41,7 @@ class Matrix:
     input: str
     """Name of the input whose Hessian it has."""
     adds_to_residual: bool
-    """Whether the output is added to the residual stream without a norm between."""
+    """Whether the output is added to the residual stream, behind norms if there are some."""
     share: float = 1.0
     """Share of the tokens that it sees: the mean over the experts, of a shared expert 1."""
     of_expert: bool = False

@@ -123,7 +123,10 @@ def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: f
 
 def activation_bytes(shape: Shape, work: Work) -> int:
     """Return the bytes for each token of what a block keeps for the backward pass."""
-    numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + 6 * shape.hidden
+    mixture = shape.layout.mixture
+    # a dense network beside experts has norms of its own, and so has the router
+    of_norms = 16 if mixture is not None and mixture.input_norm is not None else 6
+    numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + of_norms * shape.hidden
     numbers += shape.mixed(work.length)
     if shape.forms_probabilities:
         numbers += 3 * shape.layout.heads * work.length

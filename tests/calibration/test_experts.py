@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from aespa_pl.algorithm.second_moments import bounded
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.observe import Observation, observing
 from aespa_pl.calibration.statistics import BlockStatistics, Reached
@@ -112,12 +113,20 @@ class Bench:
 
 
 def weighted_mean(
-    bench: Bench, seen: Observation, expert: int, of: Callable[[int], tuple[Tensor, Tensor]]
+    bench: Bench,
+    seen: Observation,
+    expert: int,
+    of: Callable[[int], tuple[Tensor, Tensor]],
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Return ``2 sum_t g_t^2 a_t b_t^T / sum_t g_t^2`` over an expert's tokens, and their number."""
+    """Return ``2 sum_t g_t^2 a_t b_t^T / sum_t g_t^2`` over an expert's tokens, and their number.
+
+    Norms multiply a token's output by one of the ``factors``, and so its g.
+    """
     total, weight, count = torch.zeros(()), 0.0, 0
-    for token, number, g in bench.routes(seen):
+    for token, number, share in bench.routes(seen):
         if number == expert:
+            g = share if factors is None else share * float(factors[token])
             a, b = of(token)
             total = total + 2 * g**2 * torch.outer(a, b)
             weight, count = weight + g**2, count + 1
@@ -139,18 +148,22 @@ def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
         "lfm2-moe",
         "granite4-moe",
         "granite-moe",
+        "gemma4-moe",
     ],
 )
 def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights(name: str) -> None:
     bench, ids = Bench(name), make_ids(40)
     found, seen = bench.statistics(ids), bench.observation(ids)
-    X = seen.inputs[bench.mixture.module].flatten(0, 1).double()
+    X = seen.inputs[bench.mixture.module].flatten(0, -2).double()
     for expert in range(len(bench.experts)):
         hidden = "shared_expert" if expert == bench.mixture.count else f"expert_{expert}"
-        names = (f"mlp_input of expert {expert}", f"{hidden}_hidden")
+        names = (f"{bench.input} of expert {expert}", f"{hidden}_hidden")
         inner = torch.stack([bench.inner(expert, x) for x in X])
         for name, of in zip(names, (X, inner), strict=True):
-            H, count = weighted_mean(bench, seen, expert, partial(twice, of))
+            factors = None
+            if of is inner and bench.mixture.norms:
+                factors = bounded(seen.norms[bench.mixture.module][0], 1).flatten()
+            H, count = weighted_mean(bench, seen, expert, partial(twice, of), factors)
             reached = found.reached[name]
             assert reached.tokens == count
             share = max(0.0, 1 - count / of.shape[1])
@@ -214,6 +227,7 @@ def test_shared_and_routed_experts_make_up_for_the_shift_of_the_stream_together(
 def test_dense_network_and_experts_make_up_for_half_of_the_shift_each_behind_their_norms() -> None:
     """Norms multiply the output of either by the product of two factors of a token, and of two weights."""
     bench, ids, other = Bench("gemma4-moe"), make_ids(40), make_ids(40)
+    bench.block.get_parameter("router.per_expert_scale").mul_(0.5)
     block, config, L = bench.block, bench.model.config, ids.shape[1]
     first, second, last = (
         block.get_parameter(f"post_feedforward_layernorm{i}.weight").double() for i in ("_1", "_2", "")
@@ -254,7 +268,8 @@ def test_dense_network_and_experts_make_up_for_half_of_the_shift_each_behind_the
     torch.testing.assert_close(found.inputs["mlp_hidden"][:][0].double(), 2 * H, **CLOSE)
 
     routes, X = bench.routes(seen), seen.inputs["experts"].double()
-    totals = [max(1.0, sum(g for token, _, g in routes if token == t)) for t in range(len(X))]
+    totals = [sum(g for token, _, g in routes if token == t) for t in range(len(X))]
+    assert min(totals) < 0.9
     for expert in range(bench.mixture.count):
         total, weight, reached = torch.zeros(24, 12).double(), 0.0, 0
         for t, number, g in routes:

@@ -1,6 +1,7 @@
 """Every family keeps its promises, compared with the library's own forward pass."""
 
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,13 +44,11 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
 
     # experts add to nothing by themselves, but their sum does
     writers = [p for p in layout.projections if p.residual is not None and p.expert is None]
-    shares: dict[Any, float] = {}
     mixtures = () if layout.mixture is None else (layout.mixture,)
-    for writer in (*writers, *mixtures):
-        key = writer.residual, (writer.module, *writer.norms)[-1], writer.residual_factor
-        shares[key] = shares.get(key, 0) + writer.residual_share
-    assert list(shares.values()) == [1, 1]
-    sums = list(shares)
+    counts = Counter((w.residual, (w.module, *w.norms)[-1], w.residual_factor) for w in (*writers, *mixtures))
+    assert list(counts.values()) == [layout.sides_of(cast(str, residual)) for residual, *_ in counts]
+    sums = list(counts)
+    assert len(sums) == 2
     for number, (residual, path, _) in enumerate(sums):
         keep(f"{number} residual", residual)
         keep(f"{number} output", path, output=True)
@@ -105,9 +104,9 @@ def test_every_matrix_of_a_block_is_a_projection(name: str) -> None:
         projections = layout.projections
         folds = (group.fold for group in layout.groups if isinstance(group.fold, FoldIntoNorm))
         full = {path for fold in folds for path in fold.readers}  # those that keep their precision
-        router = "" if layout.mixture is None else f"{layout.mixture.router}."
-        named = block.named_modules()
-        linear = {p for p, m in named if isinstance(m, nn.Linear) and not (router and p.startswith(router))}
+        if layout.mixture is not None and layout.mixture.input_norm is not None:  # it reads the stream
+            full |= {f"{layout.mixture.router}.proj"}
+        linear = {path for path, m in block.named_modules() if isinstance(m, nn.Linear)}
         assert {projection.module for projection in projections} == linear - full
         assert len({projection.name for projection in projections}) == len(projections)
 

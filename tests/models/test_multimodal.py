@@ -38,7 +38,7 @@ OF_UNIFIED = {
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {**ENCODER, **SIDES}),
     "gemma4": (
-        "gemma4", "gemma4",
+        "gemma4", "gemma4-moe",
         {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2},
     ),
     "gemma4_unified": ("gemma4_unified", "gemma4-full", OF_UNIFIED),
