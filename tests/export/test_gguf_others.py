@@ -36,6 +36,24 @@ def test_other_tensors_keep_their_values(known: MakeRun, tmp_path: Path) -> None
         assert torch.equal(value, state[ours].half().float())
 
 
+def test_experts_and_router_of_gemma4_have_llama_cpps_names(known: MakeRun, tmp_path: Path) -> None:
+    """The library gguf has no names for them."""
+    run = known("gemma4-moe", 4, 32)
+    tensors = {tensor.name: tensor for tensor in write(run, tmp_path).tensors}
+    block = run.model.get_submodule("model.layers.1")
+    gate, up = block.get_parameter("experts.gate_up_proj").chunk(2, 1)
+    for ours, theirs in (
+        (gate, "ffn_gate_exps.weight"),
+        (up, "ffn_up_exps.weight"),
+        (block.get_parameter("experts.down_proj"), "ffn_down_exps.weight"),
+        (block.get_parameter("router.scale"), "ffn_gate_inp.scale"),
+        (block.get_parameter("router.per_expert_scale"), "ffn_down_exps.scale"),
+    ):
+        tensor = tensors[f"blk.1.{theirs}"]
+        value = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        torch.testing.assert_close(value, ours.detach().half().float(), rtol=0, atol=1e-3)
+
+
 def test_tied_head_is_not_written(known: MakeRun, tmp_path: Path) -> None:
     names = {tensor.name for tensor in write(known("llama", 3, 32), tmp_path).tensors}
     assert "token_embd.weight" in names
