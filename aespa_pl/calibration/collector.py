@@ -149,7 +149,7 @@ class StatisticsCollector:
         if original is not None and name in seen.outputs:
             shift, root = output_shift(seen, original, name, seen.inputs[self.layout.groups[0].name].shape)
             # experts beside a dense network make up for it as well
-            shift, kind = shift / self.layout.sides_of(cast(str, first.residual)), Sums.OUTPUT_SHIFT
+            shift, kind = shift.div_(self.layout.sides_of(cast(str, first.residual))), Sums.OUTPUT_SHIFT
         elif original is not None:
             shift = rows(original.inputs[name]) - X
         if name in seen.norms:  # it multiplies the errors of a token
