@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.block_kinds import FULL, attention_kinds
-from aespa_pl.models.experts import ExpertMixture, Part, taken_apart
+from aespa_pl.models.experts import ExpertMixture, taken_apart
 from aespa_pl.models.family import BlockLayout, Role
 from aespa_pl.models.moe import MixtureFamily
 from aespa_pl.models.observed import Observer
@@ -34,6 +34,7 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
     title = "Gemma 4 (12B, 26B, 31B)"
     model_types = ("gemma4_text", "gemma4_unified_text")
     norm_offset = 0.0
+    joins_experts = True
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse what no family has, and what Gemma 3 is refused for."""
@@ -87,10 +88,6 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
         blocks: Any = model.get_submodule(self.blocks_path)
         for block in blocks if self.has_experts(model.config, 0) else ():
             block.experts = taken_apart(block.experts, self.fused, self.gated(block.experts))
-
-    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the tensor of all experts that an expert's tensor lies in."""
-        return self.fused.places(name) or ((name, None),)
 
     @contextmanager
     def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:

@@ -47,10 +47,11 @@ class GraniteMoeFamily(MixtureFamily, GraniteFamily):
     model_types = ("granitemoe",)
     mlp = (MOE, "gate_proj", "up_proj", "down_proj")
     router = router_layer = "router"
+    joins_experts = True
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
         """Return the names in files."""
-        ((place, part),) = self.fused.places(name) or ((name, None),)
+        ((place, part),) = super().places(name)
         prefix, found, rest = place.rpartition(f"{MOE}.")
         return ((prefix + found + OF_MIXTURE.get(rest, rest), part),)
 

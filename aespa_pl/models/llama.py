@@ -93,13 +93,9 @@ class LlamaFamily(Family):
         attention_fold, mlp_fold = norms if self.norms_before else (None, None)
         added = partial(Projection, residual_factor=self.residual_factor(config))
         mlp, _, up, last = self.mlp
-        output, down = (
-            added(name, f"{module}.{name}", residual=start, norms=tuple(filter(None, [norm])))
-            for name, module, start, norm in (
-                (self.output, "self_attn", self.starts[0], self.norms_after[0]),
-                (last, mlp, self.starts[1], self.norms_after[1]),
-            )
-        )
+        first, second = (() if norm is None else (norm,) for norm in self.norms_after)
+        output = added(self.output, f"self_attn.{self.output}", residual=self.starts[0], norms=first)
+        down = added(last, f"{mlp}.{last}", residual=self.starts[1], norms=second)
         # A value row that several query heads share meets several columns of o_proj, each with a
         # zeta of its own.
         own_values = config.num_attention_heads == config.num_key_value_heads

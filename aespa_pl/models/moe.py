@@ -33,6 +33,8 @@ class MixtureFamily(LlamaFamily):
     """Name of the shared expert, where a configuration may have one."""
     shared_gate: ClassVar[str | None] = None
     """Name of its gate."""
+    joins_experts: ClassVar = False
+    """Whether files have all experts of a block in one tensor; else those that do are read as well."""
     linear_in_up: ClassVar = True
     """Whether a factor of an output of up is one of an input of down."""
 
@@ -96,8 +98,9 @@ class MixtureFamily(LlamaFamily):
             yield InputGroup(f"{name}_hidden", (down,), rows)
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the tensor's own name; files that hold all experts in one tensor are read as well."""
-        return ((name, None), *self.fused.places(name))
+        """Return the tensor's own name, and that of the tensor of all experts."""
+        whole = self.fused.places(name)
+        return whole if whole and self.joins_experts else ((name, None), *whole)
 
     def unfuse(self, model: PreTrainedModel) -> None:
         """Give every expert linear layers of its own."""
@@ -243,6 +246,7 @@ class GptOssFamily(MixtureFamily):
     fused: ClassVar = Fused(interleaved=True, transposed=True)
     router = router_layer = "router"
     half_rotations = True
+    joins_experts: ClassVar = True
     linear_in_up: ClassVar = False  # up is clamped, and 1 is added to it
 
     def check(self, config: PreTrainedConfig) -> None:
@@ -264,7 +268,3 @@ class GptOssFamily(MixtureFamily):
             return (up + 1) * (gate * (gate * alpha).sigmoid())
 
         return gated
-
-    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the tensor of all experts that an expert's tensor lies in."""
-        return self.fused.places(name) or ((name, None),)

@@ -10,7 +10,8 @@ from transformers import Gemma3nTextConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import FAMILIES, family_of
-from aespa_pl.models.family import FoldIntoNorm
+from aespa_pl.models.family import FoldIntoNorm, layout_of
+from aespa_pl.settings import QuantizationSettings
 from tests.models.examples import EXAMPLES, SINGLE, every_example, make_ids, make_model, make_ours
 
 DOUBLE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -181,6 +182,13 @@ def test_attention_in_both_directions_is_refused(name: str, value: Any) -> None:
     settings.use_bidirectional_attention = value
     with pytest.raises(UserError, match="use_bidirectional_attention in config"):
         family_of(settings)
+
+
+@pytest.mark.parametrize(("kept", "sides"), [({}, 2), ({"expert_*": 16}, 1), ({"down_proj": 16}, 1)])
+def test_only_quantized_outputs_make_up_for_an_error_together(kept: dict[str, int], sides: int) -> None:
+    config = EXAMPLES["gemma4-moe"]()
+    layout = layout_of(family_of(config), config, QuantizationSettings(bits_of=kept), 0)
+    assert layout.sides_of("pre_feedforward_layernorm") == sides
 
 
 def test_clamped_queries_are_refused() -> None:
