@@ -7,10 +7,11 @@ moves its weights by ``dS x - dM y`` with ``x = zeta q`` and ``y = zeta``, and t
     G_ii (x H x dS^2 - 2 x H y dS dM + y H y dM^2) + 2 P x dS - 2 P y dM
 
 where all products run over the group's columns. The integers a and c of a group become the best ones: every a
-is tried with the c that is best beside it. For d and d_min of a block x is ``zeta a q`` and y is ``zeta c``;
-they become the float16 numbers nearest to the lowest point. Groups and blocks are visited in turn, and rows
-that G couples one after the other, as in a coordinate descent. In a large head some move at once: among them
-the sums of ``|G|`` stand for it on the diagonal, with which no error counts less, and the loss cannot rise.
+is tried with the c that is best beside it; where there is no c, the lowest point says a. For d and d_min of a
+block x is ``zeta a q`` and y is ``zeta c``; they become the float16 numbers nearest to the lowest point.
+Groups and blocks are visited in turn, and rows that G couples one after the other, as in a coordinate
+descent. In a large head some move at once: among them the sums of ``|G|`` stand for it on the diagonal, with
+which no error counts less, and the loss cannot rise.
 """
 
 from dataclasses import dataclass, replace
@@ -155,12 +156,15 @@ class _Rows:
         a, c = f.a[..., group, None], f.c[..., group, None]
         d, d_min = f.d[..., block, None], f.d_min[..., block, None]
         change = self._change(self.x[..., columns], y, columns)
+        if f.kind.minimums == (0, 0):
+            best = _nearest_integer(a + change.lowest_scale() / d, f.kind.scales).where(d != 0, a)
+            self._move(columns, (best - a) * d * self.x[..., columns], moves)
+            f.a[..., group, None] = best
+            return
         tried = torch.arange(f.kind.scales[0], f.kind.scales[1] + 1, device=a.device)
         tried = tried[tried != 0].to(a.dtype)
         dS = (tried - a) * d
-        beside = c.expand_as(dS)
-        if f.kind.minimums != (0, 0):
-            beside = (c + change.lowest_minimum(dS) / d_min).round_().clamp_(*f.kind.minimums)
+        beside = (c + change.lowest_minimum(dS) / d_min).round_().clamp_(*f.kind.minimums)
         best = change.at(dS, (beside - c) * d_min).argmin(-1, keepdim=True)
         dS, beside = dS.gather(-1, best), beside.gather(-1, best)
         self._move(columns, dS * self.x[..., columns] - (beside - c) * d_min * y, moves)
@@ -197,3 +201,10 @@ class _Rows:
     def _move(self, columns: slice, delta: Tensor, moves: Tensor) -> None:
         moves[..., columns] += delta
         self.P.addcmul_(self.g, times(delta, self.H[:, columns]))
+
+
+def _nearest_integer(value: Tensor, bounds: tuple[int, int]) -> Tensor:
+    """Return the integer within bounds that is nearest to a value, and is not 0."""
+    nearest = value.round().clamp(*bounds)
+    beside_0 = torch.where(value < 0, -1, 1).clamp(*bounds).to(value.dtype)
+    return torch.where(nearest == 0, beside_0, nearest)
