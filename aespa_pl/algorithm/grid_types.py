@@ -12,7 +12,7 @@ A type without sub-scales has one group a block, and a = c = 1. The integers q o
 Source: ``ggml-common.h``, ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama.cpp.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import cast
@@ -150,6 +150,12 @@ class TypedWeight:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that there are, by the names of their fields."""
         return {part: value for part in TENSORS if (value := getattr(self, part)) is not None}
+
+    def split(self, size: int) -> "Iterator[TypedWeight]":
+        """Yield so many rows after the other."""
+        pieces = (value.split(size) for value in self.tensors().values())
+        for piece in zip(*pieces, strict=True):
+            yield TypedWeight(**dict(zip(self.tensors(), piece, strict=True)), kind=self.kind)
 
     def grid(self) -> tuple[Float32[Tensor, "rows groups"], Float32[Tensor, "rows groups"]]:
         """Return scale and minimum of each group: the weight is ``scale * q - minimum``; both are exact."""

@@ -109,7 +109,7 @@ class StatisticsCollector:
         sum_(tokens)
         self.tokens = int(tokens)
 
-    def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatistics:
+    def finish(self, norm_weights: tuple[Tensor, Tensor | None] | None = None) -> BlockStatistics:
         """Return the statistics of all batches; the collector hands its memory over to them.
 
         The norms on query and key heads, where there are any, have weights as ``Family.norm_weights``.
@@ -205,28 +205,28 @@ class StatisticsCollector:
         keys = (K.transpose(-1, -2) @ K).sum(0)  # [n_kv, d_h, d_h]
         queries = (Q.transpose(-1, -2) @ Q).sum(0)  # [n_h, d_h, d_h]
         parts = {KEYS: keys.repeat_interleave(shared, 0), QUERIES: queries.unflatten(0, (-1, shared)).mean(1)}
-        if attention.query_inverse_square is not None and attention.key_inverse_square is not None:
-            # finish() multiplies all sums by 2 / N, a mean has 1 / N
-            parts[QUERY_GAIN] = attention.query_inverse_square.float().sum((0, 2)) / 2
-            parts[KEY_GAIN] = attention.key_inverse_square.float().sum((0, 2)) / 2
+        inverse = {QUERY_GAIN: attention.query_inverse_square, KEY_GAIN: attention.key_inverse_square}
+        for name, of_heads in inverse.items():
+            if of_heads is not None:  # finish() multiplies all sums by 2 / N, a mean has 1 / N
+                parts[name] = of_heads.float().sum((0, 2)) / 2
         for name, part in parts.items():
             self._sums.of(name, part, *part.shape).add_(part)
         self._rotation = attention.rotation
 
     def _before_rotation(
-        self, sums: Sums, name: str, gain: str, norm: int, norm_weights: tuple[Tensor, Tensor] | None
+        self, sums: Sums, name: str, gain: str, norm: int, norm_weights: tuple[Tensor, Tensor | None] | None
     ) -> Tensor | None:
         """Return G_Q or G_K as it acts on the outputs of the projection itself."""
         G, turned = sums.get(name), self._rotation
         if G is None:
             return None
-        weight = None if norm_weights is None else norm_weights[norm].float()
+        weight = None if norm_weights is None else norm_weights[norm]
         norm_last = turned is not None and turned.before_norm
         if weight is not None and norm_last:
-            G = through_norm(G, weight, sums[gain])
+            G = through_norm(G, weight.float(), sums[gain])
         if turned is not None:
             factor = turned.query_factor if name == KEYS else None  # G_Q = E[K^T K] acts on queries
             G = rotate_back(G, turned.cos, turned.sin, factor, neighbours=turned.neighbours)
         if weight is not None and not norm_last:
-            G = through_norm(G, weight, sums[gain])
+            G = through_norm(G, weight.float(), sums[gain])
         return G

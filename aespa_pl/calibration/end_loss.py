@@ -12,7 +12,6 @@ chosen with the gradients' second moment of the rows of a head, ``G = E[g g^T]``
 "Model-preserving adaptive rounding" (arXiv 2505.22988).
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.second_moments import add_gram, mirror
+from aespa_pl.calibration.moments import Couplings, Moments
 from aespa_pl.calibration.statistics import refuse_not_finite
-from aespa_pl.models.family import BlockLayout, Projection, Role
+from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import projection_rows, projection_weight
 from aespa_pl.storage.batches import Batches
@@ -39,11 +38,6 @@ POSITIONS = 512
 """Positions of a segment whose logits are in memory at a time."""
 TOKENS = 2**14
 """Calibration tokens that G is summed over, at most; the hidden states before all blocks are kept for it."""
-LARGEST = 10.0
-"""Largest square of a token's gradient in G, beside the median of its segment. Behind a norm the gradient of
-an output that is next to 0 is large: that of BOS is up to 0.93 of the sum over all tokens in Gemma 3 270M."""
-MOST_ROWS = 8192
-"""Rows of a head up to which the end loss couples them: G has their square, for each projection on disk."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +45,9 @@ class Seen:
     """Holds what the end loss says of one matrix."""
 
     block: int | None
-    """Number of the block; None of ``embedding`` and ``head``."""
+    """Number of the block; None of the head and of embeddings."""
     name: str
-    """Name of the projection, ``embedding`` or ``head``."""
+    """Name of the projection, ``head``, ``embedding`` or another embedding's."""
     weight: Tensor
     """The weight ``[rows, d_in]`` in its own type, only until the next one is asked for."""
     gradients: Tensor
@@ -63,70 +57,13 @@ class Seen:
     """``E[x x^T]`` ``[d_in, d_in]`` of its tokens; matrices with one input share it. None: an embedding."""
     tokens: int
     """Number of tokens that it has seen."""
-
-
-class _Moments:
-    """Adds up second moments over batches, and the tokens that each input has had."""
-
-    def __init__(self) -> None:
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.tokens = Counter[str]()
-
-    def add_inputs(self, name: str, x: Tensor) -> None:
-        flat = x.flatten(0, -2).float()
-        self.tokens[name] += len(flat)
-        if name not in self.inputs:
-            self.inputs[name] = flat.new_zeros(flat.shape[1], flat.shape[1])
-        add_gram(self.inputs[name], flat)
-
-    def add_outputs(self, name: str, gradient: Tensor) -> None:
-        squares = gradient.flatten(0, -2).float().square().sum(0)
-        self.outputs[name] = self.outputs.get(name, 0) + squares
-
-    def mean_input(self, name: str) -> Tensor:
-        mirror(self.inputs[name])
-        return self.inputs[name] / self.tokens[name]
-
-
-class _Couplings(_Moments):
-    """Adds up ``g g^T`` of the outputs of projections instead, each head's by itself."""
-
-    def __init__(self, layout: BlockLayout) -> None:
-        super().__init__()
-        self.layout = layout
-        self.by_module: dict[str, list[Projection]] = {}
-        for p in layout.projections:
-            if couples(p):
-                self.by_module.setdefault(p.module, []).append(p)
-
-    def add_inputs(self, name: str, x: Tensor) -> None:
-        """Do nothing."""
-
-    def add_outputs(self, name: str, gradient: Tensor) -> None:
-        if name not in self.by_module:
-            return
-        rows = gradient.flatten(0, -2).float().T  # [rows of the module, tokens]
-        size = rows.square().sum(0)
-        most = LARGEST * size.median()
-        rows = torch.where((size > most) & (most > 0), rows * (most / size).sqrt(), rows)
-        for p in self.by_module[name]:
-            g = projection_rows(rows, self.layout, p).reshape(self.layout.heads_of(p.role), -1, rows.shape[1])
-            if g.shape[1] <= MOST_ROWS:
-                self.outputs[p.name] = self.outputs.get(p.name, 0) + g @ g.mT
+    rows: Tensor | None = None
+    """Of an embedding the rows that weight and gradients are of: the tokens of the text; None: all."""
 
 
 def segments_of(length: int) -> int:
     """Return how many segments of so many tokens G is summed over."""
     return max(1, TOKENS // length)
-
-
-def couples(projection: Projection) -> bool:
-    """Tell whether the end loss couples the rows of a projection, as far as this is taken into account.
-
-    The errors of V's outputs are mixed by the attention before they count; an expert sees few tokens.
-    """
-    return projection.role is not Role.VALUE and projection.expert is None and not projection.kept
 
 
 def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Seen]:
@@ -137,14 +74,14 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
     """
     with source.stem():
         before = _forward(source, tokens)
-        head = _Moments()
+        head = Moments()
         after = _through_head(source, before.pop(), seed, head)
         count, weight = tokens.numel(), source.model.get_output_embeddings().weight.detach()
         yield Seen(None, "head", weight, head.outputs["head"] / count, head.mean_input("head"), count)
         for index in reversed(range(source.block_count)):
             with source.block(index) as block:
                 layout = source.family.layout(source.pretrained.config, index)
-                moments = _Moments()
+                moments = Moments()
                 _through_block(source, layout, block, before[index], after, moments=moments)
                 for name, projections in _inputs(layout):
                     if name not in moments.inputs:  # of an expert that no token has chosen
@@ -155,7 +92,7 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
                         weight = projection_weight(block, layout, p)
                         yield Seen(index, p.name, weight, squares / count, H, moments.tokens[name])
             before.pop()
-        yield _of_embedding(source, tokens, after)
+        yield from _of_embeddings(source, tokens, after)
 
 
 def couplings(
@@ -171,7 +108,7 @@ def couplings(
         after = _through_head(source, before.pop(), seed)
         for index in reversed(range(source.block_count)):
             with source.block(index) as block:
-                moments = _Couplings(layouts[index])
+                moments = Couplings(layouts[index])
                 _through_block(source, layouts[index], block, before[index], after, moments=moments)
             before.pop()
             found = {}
@@ -188,7 +125,7 @@ def head_input(source: StreamedModel, tokens: Tensor) -> Tensor:
 
     Raises UserError where it is not finite.
     """
-    hidden, moments = source.embed(tokens, 1), _Moments()
+    hidden, moments = source.embed(tokens, 1), Moments()
     for block in source.blocks():
         source.advance(block, hidden)
     with source.stem(), _watching({"head": source.model.get_output_embeddings()}) as seen:
@@ -211,7 +148,7 @@ def _forward(source: StreamedModel, tokens: Tensor) -> list[Batches]:
 
 
 def _through_head(
-    source: StreamedModel, hidden: Batches, seed: int, moments: _Moments | None = None
+    source: StreamedModel, hidden: Batches, seed: int, moments: Moments | None = None
 ) -> list[Tensor]:
     """Return the gradients at the last block's output; add the moments of the head, if they are wanted."""
     gradients, module = [], source.model.get_output_embeddings()
@@ -242,7 +179,7 @@ def _through_block(
     hidden: Batches,
     gradients: list[Tensor],
     *,
-    moments: _Moments,
+    moments: Moments,
 ) -> None:
     """Take the gradients from a block's output to its input, in place, and add the moments in it."""
     modules = {p.module: block.get_submodule(p.module) for p in layout.projections}
@@ -281,19 +218,24 @@ def _watching(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tens
         yield seen
 
 
-def _of_embedding(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]) -> Seen:
-    """Return the embedding; a row's error is the same at all places of its token in a segment."""
-    module: Any = source.model.get_input_embeddings()
-    weight = module.weight
-    sums = torch.zeros(weight.shape, device=weight.device)
-    module.sparse = weight.requires_grad = True  # a dense gradient would be as large as the weight
-    padding, module.padding_idx = module.padding_idx, None  # its row would get no gradient
-    for ids, gradient in zip(tokens.to(source.device), gradients, strict=True):
-        with torch.enable_grad():
-            hidden, _ = source.family.embed(source.model, ids[None])
-            (of_rows,) = torch.autograd.grad(hidden, [weight], gradient)
-        of_rows = of_rows.coalesce()
-        sums.index_add_(0, of_rows.indices()[0], of_rows.values().float().square())
-    module.sparse, module.padding_idx = False, padding
-    weight.requires_grad = False
-    return Seen(None, "embedding", weight.detach(), sums / tokens.numel(), None, tokens.numel())
+def _of_embeddings(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]) -> Iterator[Seen]:
+    """Yield embeddings; a row's error is the same at all places of its token in a segment."""
+    model = source.model
+    tables = {"embedding": model.get_input_embeddings(), **source.family.other_embeddings(model)}
+    for name, table in tables.items():
+        module: Any = table
+        weight = module.weight
+        rows = tokens.unique().to(weight.device)
+        sums = torch.zeros(len(rows), weight.shape[1], device=weight.device)
+        module.sparse = weight.requires_grad = True  # a dense gradient would be as large as the weight
+        padding, module.padding_idx = module.padding_idx, None  # its row would get no gradient
+        for ids, gradient in zip(tokens.to(source.device), gradients, strict=True):
+            with torch.enable_grad():
+                hidden, _ = source.family.embed(source.model, ids[None])
+                (of_rows,) = torch.autograd.grad(hidden, [weight], gradient)
+            of_rows = of_rows.coalesce()
+            places = torch.searchsorted(rows, of_rows.indices()[0])
+            sums.index_add_(0, places, of_rows.values().float().square())
+        module.sparse, module.padding_idx = False, padding
+        weight.requires_grad = False
+        yield Seen(None, name, weight.detach()[rows], sums / tokens.numel(), None, tokens.numel(), rows)

@@ -9,7 +9,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.commands.keys import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.family import PER_LAYER_EMBEDDING, BlockLayout
 from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads
 from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.models.llama_cpp_types import MIXTURES, NARROW, Matrix, MixtureModel, matrix_of, mixture_type
@@ -17,10 +17,11 @@ from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.quantization import KEPT, names_projection
 from aespa_pl.sizing.choose import Target
+from aespa_pl.sizing.matrices import ENDS
 
 UNIFORM, AUTO = "uniform", "auto"
 BEFORE_CHOICE = "Q4_K"  # stands for the types that quantization.target chooses, until it has
-ENDS = ("embedding", "head")
+TABLES = (*ENDS, PER_LAYER_EMBEDDING)
 LM_HEAD = "lm_head"  # in quantization.bits_of, as transformers has it
 
 
@@ -50,9 +51,9 @@ def check_format(settings: QuantizationSettings) -> None:
             f"{settings.format}, where types have the bits: choose quantization.types, such as "
             f"'{{{next(iter(settings.bits_of))}: Q8_0}}', or quantization.format uniform"
         )
-    others = [key for key in settings.types if key not in ENDS]
+    others = [key for key in settings.types if key not in TABLES]
     if settings.format == UNIFORM and others:
-        hint = nearest(others[0], ENDS) or ": choose a format of GGUF, or quantization.bits_of"
+        hint = nearest(others[0], TABLES) or ": choose a format of GGUF, or quantization.bits_of"
         raise UserError(
             f"quantization.types has {', '.join(others)} and quantization.format is uniform{hint}"
         )
@@ -84,15 +85,15 @@ def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> Quant
 
 
 def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dict[str, str]:
-    """Return block types by ``BLOCK.PROJECTION``, ``embedding`` and ``head``.
+    """Return block types by ``BLOCK.PROJECTION``, ``embedding``, ``head`` and ``per_layer_embedding``.
 
-    Where grids are uniform, only embedding and head can have types. Raises UserError where llama.cpp doesn't
+    Where grids are uniform, only the last three can have types. Raises UserError where llama.cpp doesn't
     run the model, or a type doesn't hold a row.
     """
     check_format(settings)
     family = family_of(config)
     shape = Shape.of(config, family.layouts(config))
-    columns = dict.fromkeys(ENDS, shape.hidden)
+    columns = dict.fromkeys(ENDS, shape.hidden) | {name: size for name, (_, size) in shape.tables.items()}
     types: dict[str, str] = {}
     if settings.format != UNIFORM:
         types = _mixture(settings.format, config, shape)
@@ -102,10 +103,11 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
     for key, kind in settings.types.items():
         named = [name for name in columns if is_named(key, name)]
         if not named or (key == "head" and tied):
+            expected = ", ".join(n for n in columns if "." not in n and not (n == "head" and tied))
             raise UserError(
                 f"quantization.types has {key}, which "
                 + ("is the embedding in this model" if named else "names nothing in this model")
-                + f": expected {'embedding' if tied else 'embedding, head'}"
+                + f": expected {expected}"
                 + ("" if settings.format == UNIFORM else f" or BLOCK.PROJECTION, such as {next(iter(types))}")
             )
         types |= dict.fromkeys(named, kind)
@@ -153,6 +155,8 @@ def _mixture(name: str, config: PreTrainedConfig, shape: Shape) -> dict[str, str
             columns = shape.of_blocks[block][p.name].columns
             types[f"{block}.{p.name}"] = mixture_type(name, matrix_of(layout, p), columns, model, block)
     types["embedding"] = mixture_type(name, Matrix.EMBEDDING, shape.hidden, model, tied=tied)
+    for table, (_, columns) in shape.tables.items():
+        types[table] = mixture_type(name, Matrix.EMBEDDING, columns, model, tied=tied)
     if not tied:
         types["head"] = mixture_type(name, Matrix.HEAD, shape.hidden, model)
     return types

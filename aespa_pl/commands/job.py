@@ -20,8 +20,9 @@ from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import BlockLayout, Family, layouts_of
+from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.hub import resolve
+from aespa_pl.models.kept import layouts_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
@@ -130,11 +131,11 @@ class Job(Checked):
 
     def _round_stem(self, model: PreTrainedModel) -> None:
         """Round embedding and head, where they have block types."""
-        ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-        for part, kind in self.quantization.types.items():
-            if part in ends:
-                for rows in cast(nn.Linear, ends[part]).weight.detach().split(ROWS):
-                    rows.copy_(rounded_rows(rows, TYPES[kind]).weight())
+        for part, name in self.pretrained.embeddings().items():
+            if part in self.quantization.types:
+                kind, weight = TYPES[self.quantization.types[part]], model.get_parameter(name)
+                rounded = (rounded_rows(rows, kind).weight().to(weight) for rows in weight.data.split(ROWS))
+                weight.data = torch.cat(list(rounded))  # some are mapped from a file
 
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 from aespa_pl.export.format import joins_experts, kept_in_part
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models import family_of
-from aespa_pl.models.family import BlockLayout, layouts_of
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.kept import layouts_of
 from aespa_pl.models.llama_cpp import OTHER_ORDER, crosses_heads, other_heads
 from aespa_pl.models.llama_cpp_limits import unsupported_part
 from aespa_pl.planning.shape import Shape

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
+from aespa_pl.models.family import PER_LAYER
 from aespa_pl.models.llama_cpp import (
     PARTIAL,
     architecture_of,
@@ -106,12 +107,15 @@ def _add_experts(writer: GGUFWriter, model: QuantizedModel) -> None:
         writer.add_interleave_moe_layer_step(1)
 
 
-def _feed_forward_length(model: QuantizedModel) -> int:
-    """Return the columns of the last matrix of a dense block; config.json has none, or others, of some."""
+def _feed_forward_length(model: QuantizedModel) -> int | list[int]:
+    """Return the columns of the last matrix of dense blocks; config.json has none, or others, of some."""
     layout = model.layouts[0]
     if layout.mixture is not None:
         return int(model.pretrained.config.intermediate_size)
-    return _columns(model, 0, layout.groups[-1].projections[0].module)
+    (*_, last) = (group for group in layout.groups if group.name not in PER_LAYER)
+    if layout.groups[-1] == last:
+        return _columns(model, 0, last.projections[0].module)
+    return [_columns(model, index, last.projections[0].module) for index in range(model.block_count)]
 
 
 def _columns(model: QuantizedModel, index: int, module: str) -> int:
@@ -139,14 +143,14 @@ def _add_mamba(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 
 
 def _add_sliding_blocks(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
-    """Write which blocks have windows, and the size of their heads; no block has parts of smaller models."""
+    """Write which blocks have windows, the size of their heads, and what the smaller models have."""
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == SLIDING for kind in attention_kinds(config)])
     writer.add_key_length_swa(head_dim)
     writer.add_value_length_swa(head_dim)
     writer.add_rope_dimension_count_swa(head_dim)
-    writer.add_shared_kv_layers(0)
-    writer.add_embedding_length_per_layer_input(0)
+    writer.add_shared_kv_layers(getattr(config, "num_kv_shared_layers", 0))
+    writer.add_embedding_length_per_layer_input(getattr(config, "hidden_size_per_layer_input", None) or 0)
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import StoredWeight, read_weight
 from aespa_pl.errors import UserError
-from aespa_pl.models.family import BlockLayout, Family, Projection, layouts_of
+from aespa_pl.models.family import BlockLayout, Family, Projection
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.hub import EMBEDDED, resolve
+from aespa_pl.models.kept import layouts_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
 from aespa_pl.run.folder import how_to_continue

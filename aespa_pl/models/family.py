@@ -7,7 +7,7 @@ heads (n_kv divides n_h), d_h head size.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, ClassVar, cast
@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from aespa_pl.errors import UserError
 from aespa_pl.models.experts import ExpertMixture, Part, joined
 from aespa_pl.models.observed import Observer
-from aespa_pl.settings import QuantizationSettings
 
 
 class Role(StrEnum):
@@ -32,6 +31,10 @@ class Role(StrEnum):
 
 
 QKV = (Role.QUERY, Role.KEY, Role.VALUE)
+PER_LAYER = ("per_layer_input", "per_layer_hidden")
+"""Names of the groups of a network behind the feed-forward one, which takes embeddings of its own."""
+PER_LAYER_EMBEDDING = "per_layer_embedding"
+"""Name of the table of these embeddings, for all blocks side by side."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Projection:
     expert: int | None = None
     """Number of the expert that it is part of, which sees only the tokens that are routed to it."""
     kept: bool = False
-    """Whether its weights stay as they are (``layout_of``)."""
+    """Whether its weights stay as they are (``kept.py``)."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class BlockLayout:
     """Whether each number of the attention's output is multiplied by a gate before it is projected."""
     values_normed: bool = False
     """Whether each value head passes a norm without a weight before it is mixed over positions."""
+    borrows_keys: bool = False
+    """Whether the attention has keys and values of an earlier block (Gemma 4 E2B and E4B)."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, *groups: tuple[tuple[Projection, ...], Fold]) -> "BlockLayout":
@@ -147,6 +152,8 @@ class BlockLayout:
     @property
     def attended_group(self) -> InputGroup | None:
         """Return the group whose input is the attention's output, heads side by side; None: no attention."""
+        if self.borrows_keys:
+            return self.groups[1]
         return next((group for group in self.groups if self.values_before(group) is not None), None)
 
     @property
@@ -238,11 +245,23 @@ class Family(ABC):
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:  # noqa: B027
         """Compute the buffers outside the blocks that no file stores (RoPE's frequencies)."""
 
+    def ignores(self, config: PreTrainedConfig, name: str) -> bool:
+        """Return whether files may have a tensor that the library has no place for, and needs none."""
+        return False
+
+    def stream_width(self, config: PreTrainedConfig) -> int:
+        """Return w: a stream before the first block has the hidden state and ``w - d`` numbers behind it."""
+        return int(config.hidden_size)
+
+    def other_embeddings(self, model: PreTrainedModel) -> dict[str, nn.Module]:
+        """Return the embeddings beside that of the hidden states, by their names in settings."""
+        return {}
+
     @abstractmethod
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Run token ids ``[B, L]``, without padding, through the layers before the first block.
 
-        It returns the hidden states ``[B, L, d]``, and their ``arguments``.
+        It returns the stream ``[B, L, w]``, hidden states ``[B, L, d]`` in most families, and ``arguments``.
         """
 
     @abstractmethod
@@ -254,12 +273,12 @@ class Family(ABC):
         """
 
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Run one block with its own keyword arguments: ``[B, L, d]`` to ``[B, L, d]``."""
+        """Run one block with its own keyword arguments: stream to stream; d columns are its output."""
         return cast(Tensor, block(hidden, **arguments))
 
     @abstractmethod
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        """Run the layers after the last block: ``[B, L, d]`` to logits ``[B, L, vocabulary]``."""
+        """Run the layers after the last block: a stream to logits ``[B, L, vocabulary]``."""
 
     @abstractmethod
     def observe_attention(
@@ -267,34 +286,9 @@ class Family(ABC):
     ) -> AbstractContextManager[None]:
         """Call ``report`` with the block's queries and keys of each batch that runs in the context."""
 
-    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return what the norms on query and key heads multiply by, ``[heads or 1, d_h]``; None: no norms."""
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+        """Return what the norms on query and key heads multiply by, ``[heads or 1, d_h]``; None: no norms.
+
+        A block that borrows keys has no norm for them.
+        """
         return None
-
-
-def layout_of(
-    family: Family, config: PreTrainedConfig, settings: QuantizationSettings, index: int
-) -> BlockLayout:
-    """Return the layout of a block, given its number, in which projections that keep their weights say so.
-
-    Those have 16 in ``quantization.bits_of``. They stay in the layout, because others are understood by them
-    (a query by its key, an output by its value). No zeta is folded into what they read or write, so that
-    their weights are those of the file.
-    """
-    layout = family.layout(config, index)
-    kept = {p.name for p in layout.projections if settings.keeps(index, p.name)}
-    return replace(layout, groups=tuple(_marked(group, kept) for group in layout.groups)) if kept else layout
-
-
-def layouts_of(
-    family: Family, config: PreTrainedConfig, settings: QuantizationSettings
-) -> tuple[BlockLayout, ...]:
-    """Return the layout of every block."""
-    return tuple(layout_of(family, config, settings, i) for i in range(int(config.num_hidden_layers)))
-
-
-def _marked(group: InputGroup, kept: set[str]) -> InputGroup:
-    projections = tuple(replace(p, kept=p.name in kept) for p in group.projections)
-    into = group.fold.projection if isinstance(group.fold, FoldIntoRows) else None
-    touched = into in kept or any(p.kept for p in projections)
-    return replace(group, projections=projections, fold=None if touched else group.fold)

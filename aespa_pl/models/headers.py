@@ -146,7 +146,7 @@ def _try(config: PreTrainedConfig) -> None:
     positions = family.positions(config)
     if positions is not None and positions < 2:
         raise ValueError(f"max_position_embeddings is {positions}")
-    hidden = torch.zeros(1, 2, config.hidden_size)  # [B, L, d]
+    hidden = torch.zeros(1, 2, family.stream_width(config))  # [B, L, w]
     # Masks and rotations are made on the CPU: kinds of RoPE look at the values of positions.
     family.restore_buffers(model, hidden.device)
     arguments = _without_values(family.arguments(model, hidden))

@@ -215,6 +215,8 @@ class LlamaFamily(Family):
             if norms is not None:
                 of_heads = (("query", layout.heads), ("key", layout.key_value_heads))
                 for (name, heads), norm_name in zip(of_heads, self.head_norms, strict=True):
+                    if not hasattr(module, norm_name):
+                        continue
                     projection = module.get_submodule(f"{name[0]}_proj")
                     norm = module.get_submodule(norm_name)
                     hook = partial(_keep_scale, seen, f"{name}_inverse_square", heads, norm)
@@ -231,14 +233,14 @@ class LlamaFamily(Family):
         far = (positions / length).floor()
         return cast(Tensor, 1 + beta * (1 + far).log())
 
-    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         """Return what the norms on query and key heads multiply by, where there are any."""
         attention: Any = getattr(block, "self_attn", None)
         if not hasattr(attention, self.head_norms[0]):
             return None
-        weights = (getattr(attention, name).weight + self.norm_offset for name in self.head_norms)
-        query, key = (weight.view(-1, attention.head_dim) for weight in weights)
-        return query, key
+        norms = [getattr(attention, name) for name in self.head_norms if hasattr(attention, name)]
+        query, *key = ((norm.weight + self.norm_offset).view(-1, attention.head_dim) for norm in norms)
+        return query, key[0] if key else None
 
 
 def _keep_scale(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from aespa_pl.algorithm.grid_types import TYPES
-from aespa_pl.models.family import BlockLayout, Projection, Role
+from aespa_pl.models.family import PER_LAYER, BlockLayout, Projection, Role
 
 MIXTURES = {
     "Q2_K_S": "Q2_K", "Q2_K": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K",
@@ -100,7 +100,8 @@ def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
             return Matrix.ATTENTION_OUTPUT
     elif projection in (*inputs, *outputs):  # of linear attention
         return Matrix.VALUE if len(inputs) > 1 and projection == inputs[0] else Matrix.OTHER
-    return Matrix.DOWN if projection.residual is not None else Matrix.OTHER
+    beside = any(projection in group.projections for group in layout.groups if group.name in PER_LAYER)
+    return Matrix.OTHER if beside or projection.residual is None else Matrix.DOWN
 
 
 def mixture_type(

@@ -31,6 +31,7 @@ from aespa_pl.models.headers import (
 )
 from aespa_pl.models.multimodal import parts_of, states_head, text_files, text_name, text_names, whole_type
 from aespa_pl.models.pickles import converted
+from aespa_pl.models.tied import shared
 from aespa_pl.storage.cache import cache_folder
 
 
@@ -68,13 +69,14 @@ class PretrainedFolder:
                 config.tie_word_embeddings = True
         model = skeleton(config)
         located = locate(model, stored, folder)
-        used, tensors = {tensor.name for tensor in located.values()}, _shared(model, located)
+        used, tensors = {tensor.name for tensor in located.values()}, shared(model, located)
         ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
         names = [name for name, value in model.state_dict(keep_vars=True).items() if id(value) in ends]
         if len({tensors[name] for name in names}) > len(ends):
             # of a head in the files that is not the embedding transformers makes the model's head
             config.tie_word_embeddings = False
-        extra = tuple(sorted(tensor.name for tensor in stored.values() if tensor.name not in used))
+        ignored = {tensor.name for n, tensor in stored.items() if family_of(config).ignores(config, n)}
+        extra = tuple(sorted({tensor.name for tensor in stored.values()} - used - ignored))
         return cls(folder, config, tensors, extra, whole)
 
     @cached_property
@@ -178,9 +180,13 @@ class PretrainedFolder:
         return replace(self, tensors={**self.tensors, **moved})
 
     def embeddings(self) -> dict[str, str]:
-        """Return the names of the weights of ``embedding`` and ``head``; a tied head is the embedding."""
+        """Return the names of the weights of ``embedding`` and ``head``, and of others that are tables.
+
+        A tied head is the embedding.
+        """
         model = self.skeleton()
         ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+        ends |= self.family.other_embeddings(model)
         names: dict[str, str] = {}
         for part, module in ends.items():
             state = model.state_dict(keep_vars=True)
@@ -193,9 +199,26 @@ class PretrainedFolder:
         """Return the model without weights: all on the meta device, in evaluation mode."""
         return skeleton(self.config)
 
-    def load_stem(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        """Load all weights outside the blocks into a skeleton; raise UserError where one is not finite."""
-        _assign(model, self._read(self.stem_names(), device, dtype))
+    @cached_property
+    def tables(self) -> tuple[str, ...]:
+        """Return the names of the embeddings beside that of the hidden states."""
+        return tuple(name for part, name in self.embeddings().items() if part not in ("embedding", "head"))
+
+    def mapped(self, name: str) -> Tensor:
+        """Return a tensor, not to be changed, in its stored type; only what is read of it takes memory."""
+        with opened(self.tensors[name].file) as file:
+            return self.tensors[name].read(file)
+
+    def load_stem(
+        self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, whole: bool = False
+    ) -> None:
+        """Load all weights outside the blocks into a skeleton; raise UserError where one is not finite.
+
+        The family reads the rows of its tokens from ``tables`` on disk, unless all shall be loaded ``whole``.
+        """
+        mapped = () if whole else self.tables
+        read = self._read([name for name in self.stem_names() if name not in mapped], device, dtype)
+        _assign(model, read | {name: self.mapped(name) for name in mapped})
         self.family.restore_buffers(model, device)
 
     def release_stem(self, model: PreTrainedModel) -> None:
@@ -259,21 +282,6 @@ def _assign(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
     model.load_state_dict(tensors, assign=True, strict=False)
     if tied:
         head.weight = embedding.weight
-
-
-def _shared(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Let names that the configuration ties share a tensor that files hold twice, unless values differ."""
-    first, shared = dict[int, StoredTensor](), dict[str, StoredTensor]()
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        own = tensors[name]
-        tied = first.setdefault(id(parameter), own)
-        shared[name] = tied if tied is own or (tied.dtype == own.dtype and _equal(tied, own)) else own
-    return shared
-
-
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    with opened(one.file) as file, opened(other.file) as second:
-        return torch.equal(one.read(file), other.read(second))
 
 
 def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:

@@ -181,7 +181,7 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     too_much = f": too much, {human(max(needs.room.free, 0.0), 'B')} may be taken"
     most = needs.room.free + (0 if setup.on_cpu else needs.room.waiting)
     parameters = shape.in_blocks + shape.stem_weights
-    stream = human(setup.work.stream_bytes(shape.hidden), "B")
+    stream = human(setup.work.stream_bytes(shape.stream), "B")
     host = f"hidden states: {stream} a stream, {setup.data.hidden_states}"
     host += ", and all that the device needs" if setup.on_cpu else ""
     on_device = f"{setup.device.type}, one block at a time"

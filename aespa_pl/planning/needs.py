@@ -130,7 +130,7 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
 
 def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
     shape, work, settings, accelerator = setup.shape, setup.work, setup.quantization, not setup.on_cpu
-    hidden, weights = work.tokens * shape.hidden, shape.weights
+    hidden, weights, tables = work.tokens * shape.hidden, shape.weights, shape.host_bytes * (not accelerator)
     # a divergence takes the logits of both models and five tensors more
     logits = streamed.POSITIONS * shape.vocabulary * (work.dtype_bytes + 7 * FLOAT)
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
@@ -151,7 +151,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
         of_head = min(work.length, POSITIONS) * shape.vocabulary * (work.dtype_bytes + 4 * FLOAT)
         of_block = block + 2 * FLOAT * shape.coupling_numbers(settings)
         of_block += tuning.activation_bytes(shape, work) * work.length
-        of_end_loss = shape.stem_weights * work.dtype_bytes + max(of_head, of_block)
+        of_end_loss = shape.stem_in_memory * work.dtype_bytes + max(of_head, of_block)
     # factor and its copy; shift, solution and its copy; a shift of outputs is there already
     solved = max(2 * m.columns**2 + (2 if m.adds_to_residual else 3) * m.size for m in shape.matrices)
     corrected = steady + shifted + FLOAT * (weights + solved)
@@ -165,7 +165,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     search = _search_bytes(shape, settings, accelerator=accelerator)
     learning = _learning_bytes(shape, settings, partition, accelerator=accelerator)
     needs = {
-        "embedding and head": (2 * shape.stem_weights + hidden) * work.dtype_bytes + logits,
+        "embedding and head": (2 * shape.stem_in_memory + hidden) * work.dtype_bytes + logits + tables,
         "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + search if search else 0,
@@ -249,11 +249,11 @@ def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> in
 
     Before, the end loss has those of some segments before each block.
     """
-    streams = settings.streams * work.stream_bytes(shape.hidden)
+    streams = settings.streams * work.stream_bytes(shape.stream)
     if not settings.objective.end_loss:
         return streams
     some = replace(work, segments=min(work.segments, segments_of(work.length)), batch_size=1)
-    return max(streams, (shape.blocks + 1) * some.stream_bytes(shape.hidden))
+    return max(streams, (shape.blocks + 1) * some.stream_bytes(shape.stream))
 
 
 def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from aespa_pl.calibration.end_loss import MOST_ROWS
+from aespa_pl.calibration.moments import MOST_ROWS
 from aespa_pl.models import family_of
 from aespa_pl.models.block_kinds import LINEAR, attention_kinds
 from aespa_pl.models.family import BlockLayout, Role
@@ -19,6 +19,8 @@ from aespa_pl.settings import DataSettings, QuantizationSettings
 
 FLOAT, HALF = 4, 2
 """Bytes of a float32, and of a float16."""
+TABLE_BYTES = 4
+"""Bytes of a weight of a table that is written: its integer twice, or once and the weight in 16 bits."""
 LINEAR_ATTENTION = 8
 """Numbers that linear attention keeps for a token and a row of its first projections; 7.7 were measured for
 Gated DeltaNet in chunks with a backward pass, and 5.7 to 7.4 without."""
@@ -71,6 +73,10 @@ class Shape:
     of_blocks: tuple[Mapping[str, Matrix], ...]
     """Projections of each block that are quantized, by name."""
     hidden: int
+    stream: int
+    """Columns of a stream before the first block: hidden states, and what a family has behind them."""
+    tables: Mapping[str, tuple[int, int]]
+    """Rows and columns of the embeddings beside that of the hidden states, by name."""
     kind: str
     """What the largest block has for attention (``models/block_kinds.py``)."""
     scan: tuple[int, int, int] | None = None
@@ -88,6 +94,8 @@ class Shape:
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
         forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
+        others = ((name, cast(nn.Embedding, m)) for name, m in family.other_embeddings(model).items())
+        tables = {name: (table.num_embeddings, table.embedding_dim) for name, table in others}
         found: Shape | None = None
         leading = [layout.quantizes_values for layout in layouts]  # these have H_V
         if not any(leading):
@@ -109,11 +117,23 @@ class Shape:
                 vocabulary=vocab,
                 of_blocks=of_blocks,
                 hidden=hidden,
+                stream=family.stream_width(config) - int(config.hidden_size) + hidden,
+                tables=tables,
                 kind=attention_kinds(config)[i],
                 scan=_scan(config),
                 other=found,
             )
         return cast(Shape, found)
+
+    @property
+    def stem_in_memory(self) -> int:
+        """Return the number of weights outside the blocks but for ``tables``, which are read from disk."""
+        return self.stem_weights - sum(rows * columns for rows, columns in self.tables.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes that ``tables`` have in host memory while they are quantized and written."""
+        return TABLE_BYTES * (self.stem_weights - self.stem_in_memory)
 
     @property
     def attends(self) -> bool:
@@ -224,9 +244,9 @@ class Work:
         batches = math.ceil(math.ceil(self.segments / self.batch_size) / devices)
         return replace(self, segments=min(self.segments, batches * self.batch_size))
 
-    def stream_bytes(self, hidden: int) -> int:
-        """Return the bytes of the hidden states of all segments."""
-        return self.segments * self.length * hidden * self.dtype_bytes
+    def stream_bytes(self, columns: int) -> int:
+        """Return the bytes of a stream of all segments."""
+        return self.segments * self.length * columns * self.dtype_bytes
 
 
 @dataclass(frozen=True)

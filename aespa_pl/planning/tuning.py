@@ -79,7 +79,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     of_block = running * activation_bytes(shape, work) + in_forward * shape.weights
     of_blocks = shape.blocks * of_block
     if on_disk or recompute:
-        of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.hidden
+        of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.stream
     return (
         (1 if on_disk else shape.blocks) * of_weight * shape.weights
         + sum(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
@@ -97,7 +97,7 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
         return 0
     if shape.other is not None:
         return max(streaming_bytes(one, work, settings) for one in shape.kinds)
-    inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
+    inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.stream
     offsets = OFFSET_BYTES if tuning.integer_rate else 0
     return inputs + (offsets + (1 + offsets if shape.blocks > 1 else 0)) * shape.weights
 

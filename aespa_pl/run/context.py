@@ -11,7 +11,8 @@ from lightning.pytorch.loggers import Logger
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, release_memory
-from aespa_pl.models.family import BlockLayout, layout_of
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.kept import layout_of
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
@@ -74,7 +75,7 @@ class Context:
     @property
     def quantized_stem(self) -> StreamedModel:
         """Return the model with the run's own embedding and head, once they are written."""
-        if not {"embedding", "head"} & self.settings.types.keys():
+        if all("." in key for key in self.settings.types):
             return self.source
         pretrained = self.source.pretrained
         file = ModelWriter(self.run.model_folder, self.source.block_count).stem_file

@@ -38,7 +38,7 @@ class SizedMatrix:
     """Holds a matrix of the file and the bytes that it has in each candidate."""
 
     keys: tuple[str, ...]
-    """``BLOCK.PROJECTION`` of all projections in it, ``embedding`` or ``head``."""
+    """``BLOCK.PROJECTION`` of all projections in it, ``embedding``, ``head`` or another embedding's name."""
     weights: int
     costs: Mapping[str, int]
     """Bytes by candidate: the name of a block type, or bits."""
@@ -69,6 +69,7 @@ def typed_matrices(
         return SizedMatrix(keys, rows * columns, costs)
 
     found = [sized((end,), shape.vocabulary, shape.hidden) for end in (ENDS[:1] if tied else ENDS)]
+    found += [sized((name,), *size) for name, size in shape.tables.items()]
     return found + [sized(*each) for each in _in_blocks(layouts, shape)]
 
 
@@ -149,11 +150,8 @@ def predicted_losses(
                     D = seen.inputs.diagonal()
             inputs = seen.inputs
             gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
-            if inputs is None:
-                damping = damping_for(settings.damping, seen.weight.shape[1], tokens.numel())
-                counts = torch.bincount(tokens.flatten(), minlength=len(seen.weight)).to(seen.weight.device)
-                left = uncorrected(seen.weight, counts, damping, settings.input_correction or 0.0)
-                gradients = gradients * left[:, None]
+            if seen.rows is not None and key == "embedding":
+                gradients = gradients * _left(source, tokens, settings)[seen.rows, None]
             for kind in of_key[key]:
                 if kind in TYPES:
                     form = GridFormat.of(TYPES[kind])
@@ -162,3 +160,11 @@ def predicted_losses(
                 of_key[key][kind] += predicted(seen.weight, gradients, D, form, ROWS)
         after()
     return losses
+
+
+def _left(source: StreamedModel, tokens: Tensor, settings: QuantizationSettings) -> Tensor:
+    """Return the share of each embedding's loss ``[vocabulary]`` that the first block's correction leaves."""
+    weight = source.model.get_input_embeddings().weight.detach()
+    damping = damping_for(settings.damping, weight.shape[1], tokens.numel())
+    counts = torch.bincount(tokens.flatten(), minlength=len(weight)).to(weight.device)
+    return uncorrected(weight, counts, damping, settings.input_correction or 0.0)

@@ -56,6 +56,7 @@ class BatchesOnDisk:
         return tensor
 
     def __setitem__(self, index: int, batch: Tensor) -> None:
+        self._shapes[index] = batch.shape  # which may become smaller
         with disk_errors(self._folder):
             self._file.seek(self._starts[index])
             self._file.write(_bytes(batch.contiguous()))

@@ -24,18 +24,19 @@ from aespa_pl.tuning.data import Pair
 Loss = Callable[[nn.Module, Pair], Tensor]
 """Returns ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
 RunBlock = Callable[[nn.Module, Tensor], Tensor]
-"""Runs a batch ``[B, L, d]`` through a block, with autograd."""
+"""Runs a batch of a stream ``[B, L, w]`` through a block, with autograd."""
 
 
-def output_error(run_block: RunBlock) -> Loss:
+def output_error(run_block: RunBlock, width: int | None = None) -> Loss:
     """Return a block's loss: the mean squared error of each token, divided by ``error_divisors``.
 
-    A pair is the block's input and the output that it should have, ``[L, d]`` each.
+    A pair is the stream before the block and the one that it should make, ``[L, w]`` each, of which the first
+    ``width`` columns are compared; None: all.
     """
 
     def loss(block: nn.Module, batch: Pair) -> Tensor:
-        inputs, target = batch[0], batch[1].float()  # [B, L, d]
-        output = run_block(block, inputs).float()
+        inputs, target = batch[0], batch[1][..., :width].float()  # [B, L, d]
+        output = run_block(block, inputs)[..., :width].float()
         errors = (output - target).square().mean(-1) / error_divisors(target, output)  # [B, L]
         return torch.stack([errors.sum(), errors.new_tensor(errors.numel())])
 

@@ -56,10 +56,10 @@ class BlockTuner:
         """Return the hidden states between the original block's sublayers; None where none are trained."""
         if not self.context.settings.tuning.by_sublayer:
             return None
-        last = self.context.layout(index).groups[-1]
+        start = feed_forward_start(self.context.layout(index).groups)
         with torch.inference_mode():
             batches = (originals[i].to(self.context.device) for i in range(len(originals)))
-            return self.context.source.keep(self._run_attention(last, module, batch) for batch in batches)
+            return self.context.source.keep(self._run_attention(start, module, batch) for batch in batches)
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
@@ -83,7 +83,8 @@ class BlockTuner:
         last = Unit("", groups, self._run_block, targets)
         # a sublayer whose projections are all kept has nothing to learn: the block is one unit then
         if between is not None and all(map(learnable, sublayers := sublayers_of(groups))):
-            first = Unit(ATTENTION, sublayers[0], partial(self._run_attention, groups[-1]), between)
+            run_first = partial(self._run_attention, feed_forward_start(groups))
+            first = Unit(ATTENTION, sublayers[0], run_first, between)
             last = Unit(FEED_FORWARD, sublayers[1], self._run_block, targets)
             learned, finite, epoch = self._tune_before(index, first, tunable, inputs)
             weights |= learned
@@ -139,7 +140,7 @@ class BlockTuner:
         found = tune(
             [replace(tunable, layout=layout, weights=weights)],
             pairs,
-            loss=output_error(unit.run),
+            loss=output_error(unit.run, context.source.pretrained.config.hidden_size),
             rates=LearningRates(
                 cast(float, settings.integer_rate),
                 cast(float, settings.scale_rate),
@@ -161,9 +162,9 @@ class BlockTuner:
         arguments = source.family.arguments(source.model, hidden)
         return source.family.run_block(block, hidden, arguments)
 
-    def _run_attention(self, last: InputGroup, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Return what the feed-forward network, whose ``last`` group it is, and its residual begin with."""
-        module = block.get_submodule(cast(str, last.projections[0].residual))
+    def _run_attention(self, start: str, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Return the input of a module, with which the feed-forward network and its residual begin."""
+        module = block.get_submodule(start)
 
         def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             raise _ReachedError(arguments[0])
@@ -172,7 +173,7 @@ class BlockTuner:
         try:
             self._run_block(block, hidden)
         except _ReachedError as reached:
-            return reached.hidden.view(hidden.shape)  # some families have flattened it
+            return reached.hidden.view(*hidden.shape[:2], -1)  # some families have flattened it
         finally:
             handle.remove()
         raise RuntimeError("the block ended before its feed-forward network")
@@ -182,6 +183,12 @@ def sublayers_of(groups: tuple[InputGroup, ...]) -> tuple[tuple[InputGroup, ...]
     """Return the groups of the attention, and those of the feed-forward network."""
     end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
     return groups[:end], groups[end:]
+
+
+def feed_forward_start(groups: tuple[InputGroup, ...]) -> str:
+    """Return the path of the module whose input the feed-forward network and its residual begin with."""
+    projections = (p for group in sublayers_of(groups)[1] for p in group.projections)
+    return next(p.residual for p in projections if p.residual is not None)
 
 
 def learnable(groups: tuple[InputGroup, ...]) -> bool:

@@ -81,7 +81,7 @@ class ModelTuner:
         # in float32, on the device, without its blocks
         pretrained = context.quantized_stem.pretrained
         model = pretrained.skeleton()
-        pretrained.load_stem(model, context.device, torch.float32)
+        pretrained.load_stem(model, context.device, torch.float32, whole=not streamed)
         rates = LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),

@@ -55,13 +55,16 @@ def descent_curves(block: QuantizedBlock, losses: Losses) -> list[dict[str, floa
     return [{name: x[step] for name, x in curves.items() if step < len(x)} for step in range(steps)]
 
 
-def output_error(streams: Streams, world: World) -> float:
-    """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed."""
+def output_error(streams: Streams, width: int, world: World) -> float:
+    """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed.
+
+    The hidden states are the first ``width`` columns of a stream.
+    """
     error = size = 0.0
     if streams.own and streams.original:
         for i in range(len(streams.quantized)):
-            original = streams.original[i].float()
-            error += float((streams.quantized[i].float() - original).square().sum())
+            original = streams.original[i][..., :width].float()
+            error += float((streams.quantized[i][..., :width].float() - original).square().sum())
             size += float(original.square().sum())
     error, size = world.sum(error), world.sum(size)  # of the segments of all processes
     return error / size if size > 0 else 0.0

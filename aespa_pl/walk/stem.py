@@ -42,21 +42,24 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
     head, tied = parts.get("head", parts["embedding"]), "head" not in parts
     numbers: dict[str, Tensor] = {}
     for name, kind in types.items():
-        W, H = context.source.pretrained.tensor(name).to(context.device), None
+        W, H = context.source.pretrained.mapped(name), None
         if name == head and context.settings.optq.enabled and kind.bits < EXACT_BITS:
             H = head_input(context.source, tokens[:SEGMENTS, :LENGTH])[None]  # [1, d, d]
             of_text = damping_for(context.settings.damping, W.shape[1], tokens[:SEGMENTS, :LENGTH].numel())
             share = TIED_DAMPING if tied else of_text
             H.diagonal(dim1=1, dim2=2).copy_(damp(H.diagonal(dim1=1, dim2=2), share))
         try:
-            found = [
-                rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind)
-                for rows in W.split(ROWS)
-            ]
+            pieces, found = W.split(ROWS), list[TypedWeight]()
+            context.progress.begin(f"Rounding {name}, parts", len(pieces))
+            for piece in pieces:
+                rows = piece.to(context.device)
+                found.append(rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind))
+                context.progress.advance()
         except NumericalError as error:
             raise UserError(f"{name}: {error}; {ADVICE}") from error
-        parts_of = [part.tensors() for part in found]
-        numbers |= {f"{name}.{field}": torch.cat([part[field] for part in parts_of]) for field in parts_of[0]}
+        of_pieces = [piece.tensors() for piece in found]
+        for field in of_pieces[0]:
+            numbers[f"{name}.{field}"] = torch.cat([piece[field].cpu() for piece in of_pieces])
     write_tensors(context.run.stem_file, numbers, {})
     context.run.finish_stem()
 
@@ -64,11 +67,19 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
 def stem_tensors(context: Context) -> dict[str, Tensor]:
     """Return what the run's model has outside its blocks, rounded to the types of the original's file."""
     pretrained = context.source.pretrained
-    tensors = {n: pretrained.tensor(n) for n in pretrained.stem_names()}
+    tensors = {
+        n: pretrained.mapped(n) if n in pretrained.tables else pretrained.tensor(n)
+        for n in pretrained.stem_names()
+    }
     if types := _types(context):
         stored = load_file(context.run.stem_file)
         for name, kind in types.items():
-            tensors[name] = TypedWeight.read(stored, name, kind).weight().to(tensors[name].dtype)
+            weight = torch.empty_like(tensors.pop(name))
+            for rows, part in zip(
+                weight.split(ROWS), TypedWeight.read(stored, name, kind).split(ROWS), strict=True
+            ):
+                rows.copy_(part.weight())
+            tensors[name] = weight
     return tensors
 
 

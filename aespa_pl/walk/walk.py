@@ -140,7 +140,8 @@ class Walk:
             with context.measure("forward"):
                 context.source.advance(module, streams.quantized)
         later: dict[str, Any] = {"seconds": seconds_of_block()}
-        error = record.output_error(streams, context.world) if streams.original else math.nan
+        width = context.source.pretrained.config.hidden_size
+        error = record.output_error(streams, width, context.world) if streams.original else math.nan
         if math.isfinite(error):  # JSON has no other numbers
             later["output_error"] = {"rounded" if tuning is None else "tuned": error}
             self._log({"output_error": error}, index)

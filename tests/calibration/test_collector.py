@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aespa_pl.calibration.collector import StatisticsCollector
-from aespa_pl.models.family import layout_of
+from aespa_pl.models.kept import layout_of
 from aespa_pl.settings import QuantizationSettings
 from tests.calibration.collected import (
     LENGTH,

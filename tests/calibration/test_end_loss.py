@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 from transformers import PreTrainedModel
 
 from aespa_pl.calibration import end_loss as end_losses
+from aespa_pl.calibration import moments
 from aespa_pl.calibration.end_loss import Seen, couplings, end_loss, head_input
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
@@ -17,6 +18,7 @@ from tests.models.examples import make_ids, make_model, save
 from tests.models.test_streamed import open_stream
 
 SEED = 3
+NAMES = ["llama-grouped", "opt", "bloom", "mixtral", "gemma4-small"]
 
 
 def seen(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Seen]:
@@ -31,18 +33,21 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits.float()
 
 
-def _whole_model(model: PreTrainedModel, ids: Tensor) -> tuple[dict[str, list[Tensor]], Tensor | None]:
-    """Return the gradients at the output of each linear layer, and the squares of an untied embedding's."""
-    embedding = model.get_input_embeddings().weight
-    leaves = [] if model.config.tie_word_embeddings else [embedding]
+def _whole_model(model: PreTrainedModel, ids: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Return the gradients at the output of each linear layer, and the squares of untied embeddings'."""
+    tables = family_of(model.config).other_embeddings(model)
+    if not model.config.tie_word_embeddings:
+        tables["embedding"] = model.get_input_embeddings()
+    leaves = [table.get_parameter("weight") for table in tables.values()]
     modules = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     generator = torch.Generator().manual_seed(SEED)
     inner: dict[str, list[Tensor]] = {}
-    squares = torch.zeros_like(embedding)
+    squares = {name: torch.zeros_like(leaf) for name, leaf in zip(tables, leaves, strict=True)}
     outputs: dict[str, Tensor] = {}
     for name, module in modules.items():
         module.register_forward_hook(lambda _m, _x, y, n=name: outputs.update({n: y}))
-    embedding.requires_grad = True
+    for leaf in (model.get_input_embeddings().weight, *leaves):
+        leaf.requires_grad = True
     for segment in ids:
         outputs.clear()
         with torch.enable_grad():
@@ -52,11 +57,12 @@ def _whole_model(model: PreTrainedModel, ids: Tensor) -> tuple[dict[str, list[Te
             gradients = torch.autograd.grad(loss, [*outputs.values(), *leaves])
         for name, gradient in zip(outputs, gradients, strict=False):
             inner.setdefault(name, []).append(gradient.flatten(0, -2))
-        squares += gradients[-1].square() if leaves else 0
-    return inner, squares if leaves else None
+        for name, gradient in zip(tables, gradients[len(outputs) :], strict=True):
+            squares[name] += gradient.square()
+    return inner, squares
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-grouped", "opt", "bloom", "granite", "mixtral"])
+@pytest.mark.parametrize("name", [*NAMES, "llama", "granite"])
 def test_moments_are_those_of_one_backward_pass_of_the_whole_model(name: str, tmp_path: Path) -> None:
     model, ids = make_model(name, torch.float32), make_ids(3)
     found = seen(model, ids, tmp_path)
@@ -76,8 +82,12 @@ def test_moments_are_those_of_one_backward_pass_of_the_whole_model(name: str, tm
                 parts = parts.view(-1, p.fused[1], layout.head_dim)[:, p.fused[0]].flatten()
             torch.testing.assert_close(found[f"{block}.{p.name}"].gradients, parts, rtol=1e-3, atol=1e-9)
     assert compared >= 15
-    if squares is not None:
-        torch.testing.assert_close(found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9)
+    for name, of_table in squares.items():
+        rows = ids.unique()
+        torch.testing.assert_close(found[f"None.{name}"].rows, rows)
+        torch.testing.assert_close(
+            found[f"None.{name}"].gradients, of_table[rows] / count, rtol=1e-3, atol=1e-9
+        )
 
 
 def limited(g: Tensor, largest: float) -> Tensor:
@@ -90,12 +100,12 @@ def limited(g: Tensor, largest: float) -> Tensor:
 
 
 @pytest.mark.parametrize("largest", [1.0, 10.0])
-@pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom", "mixtral"])
+@pytest.mark.parametrize("name", NAMES)
 def test_couplings_are_second_moments_of_the_gradients_of_each_head(
     name: str, largest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 1, half of the tokens have larger gradients than one may have."""
-    monkeypatch.setattr(end_losses, "LARGEST", largest)
+    monkeypatch.setattr(moments, "LARGEST", largest)
     monkeypatch.setattr(end_losses, "POSITIONS", 4)
     model, ids = make_model(name, torch.float32), make_ids(3)
     source = open_stream(save(model, tmp_path))

@@ -176,6 +176,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         top_k_experts=2, moe_intermediate_size=64,
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
+    "gemma4-small": lambda: llama(
+        Gemma4TextConfig, **{**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 32},
+        num_hidden_layers=6, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCABULARY,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
     "gemma4-values": lambda: llama(
         Gemma4UnifiedTextConfig, **{**GEMMA4, "attention_k_eq_v": False}, tie_word_embeddings=False,
         num_key_value_heads=4,

@@ -80,3 +80,4 @@ LAYERS |= {
     }.items()
 }
 LAYERS |= dict.fromkeys(HYBRIDS, HYBRID_LAYERS)
+LAYERS["gemma4_text"] = LLAMA_LAYERS | {n: n for n in ("per_layer_input_gate", "per_layer_projection")}

@@ -32,6 +32,7 @@ ENDS = (
         "fused",
         "gemma2",
         "gemma3",
+        "gemma4-small",
         "olmo3",
         "exaone4",
     ),

@@ -59,7 +59,7 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
             )
         ),
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
-        *((name, 4, 32) for name in ("gemma4", "gemma4-moe", "gemma4-values")),
+        *((name, 4, 32) for name in ("gemma4", "gemma4-moe", "gemma4-small", "gemma4-values")),
         *((name, 4, 32) for name in ("glm", "glm4", "ernie4.5", "hunyuan", "lfm2")),
         *(
             (name, 4, 32)

@@ -54,6 +54,23 @@ def test_experts_and_router_of_gemma4_have_llama_cpps_names(known: MakeRun, tmp_
         torch.testing.assert_close(value, ours.detach().half().float(), rtol=0, atol=1e-3)
 
 
+def test_borrowed_keys_and_embeddings_of_blocks_are_described(known: MakeRun, tmp_path: Path) -> None:
+    """Of Gemma 4 E2B and E4B."""
+    run = known("gemma4-small", 4, 32)
+    reader = write(run, tmp_path, Gguf("keep"))
+    for name, expected in {
+        "attention.shared_kv_layers": 3,
+        "embedding_length_per_layer_input": 32,
+        "feed_forward_length": [256] * 3 + [512] * 3,  # wider where keys are borrowed
+    }.items():
+        assert field(reader, f"gemma4.{name}") == expected, name
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert ("blk.2.attn_k.weight" in tensors, "blk.3.attn_k.weight" in tensors) == (True, False)
+    table = tensors["per_layer_token_embd.weight"]
+    value = torch.tensor(gguf.dequantize(table.data, table.tensor_type))
+    assert torch.equal(value, run.model.state_dict()["model.embed_tokens_per_layer.weight"].half().float())
+
+
 def test_tied_head_is_not_written(known: MakeRun, tmp_path: Path) -> None:
     names = {tensor.name for tensor in write(known("llama", 3, 32), tmp_path).tensors}
     assert "token_embd.weight" in names

@@ -50,6 +50,7 @@ from tests.models.parts import (
     FULL,
     GEMMA4,
     GEMMA4_EXPERTS,
+    GEMMA4_SMALL,
     GRANITE,
     GRANITE_EXPERTS,
     HYBRID,
@@ -190,6 +191,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma4": lambda: config(
         Gemma4TextConfig, LLAMA, PLAIN, GEMMA4, {"layer_types": ["sliding_attention", *FULL[1:]]}
     ),
+    "gemma4-small": lambda: config(Gemma4TextConfig, LLAMA, PLAIN, GEMMA4, GEMMA4_SMALL),
     "gemma4-moe": lambda: config(Gemma4TextConfig, LLAMA, PLAIN, GEMMA4, GEMMA4_EXPERTS),
     "gemma4-full": lambda: config(
         Gemma4UnifiedTextConfig, LLAMA, PLAIN, GEMMA4, {"layer_types": FULL, "final_logit_softcapping": 3.0}

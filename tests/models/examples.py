@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from aespa_pl.models import family_of
 from aespa_pl.models.observed import Attention
@@ -24,7 +24,12 @@ SINGLE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Return a model of which every weight, bias and norm is random."""
-    model = AutoModelForCausalLM.from_config(EXAMPLES[name]()).to(dtype).eval()
+    return random_model(EXAMPLES[name](), dtype)
+
+
+def random_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of a configuration of which every weight, bias and norm is random."""
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     model.set_experts_implementation("eager")  # the others have no float64
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=False)

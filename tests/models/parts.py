@@ -53,6 +53,12 @@ GEMMA4_EXPERTS = {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"], "enable_moe_block": True,
     "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12,
 }  # fmt: skip
+GEMMA4_SMALL = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1,
+    "attention_k_eq_v": False, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY,
+    "use_double_wide_mlp": True,
+}  # fmt: skip
+GEMMA4_SHORT = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 CONVOLUTIONS = ["full_attention", "conv", "full_attention"]
 FULL = ["full_attention"] * 3
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -32,15 +32,14 @@ OF_QWEN = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
     "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
 }  # fmt: skip
+OF_GEMMA4 = {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2}
 OF_UNIFIED = {
     "patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "num_soft_tokens": 4, "output_proj_dims": 16,
 }  # fmt: skip
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {**ENCODER, **SIDES}),
-    "gemma4": (
-        "gemma4", "gemma4-moe",
-        {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2},
-    ),
+    "gemma4": ("gemma4", "gemma4-moe", OF_GEMMA4),
+    "gemma4, gemma4-small": ("gemma4", "gemma4-small", OF_GEMMA4),
     "gemma4_unified": ("gemma4_unified", "gemma4-full", OF_UNIFIED),
     "mistral3": ("mistral3", "mistral", {"model_type": "pixtral", "head_dim": 8, **ENCODER, **SIDES}),
     "mistral3, ministral3": (
@@ -121,6 +120,18 @@ def test_what_is_left_out_is_said_by_its_part(tmp_path: Path) -> None:
     assert PretrainedFolder.open(folder).unused() == (
         f"config.json has 2 blocks, the files in {folder} have 3: the others are left out"
     )
+
+
+@pytest.mark.parametrize("borrowed", [True, False])
+def test_keys_that_a_block_borrows_are_left_out_without_a_word(borrowed: bool, tmp_path: Path) -> None:
+    """Files of Gemma 4 E2B and E4B may have them."""
+    folder, name = save(make_whole("gemma4, gemma4-small"), tmp_path), "k_proj" if borrowed else "other_proj"
+    file = folder / "model.safetensors"
+    extra = {f"model.language_model.layers.2.self_attn.{name}.weight": torch.ones(4, 4)}
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+    said = str(PretrainedFolder.open(folder).unused())
+    assert said.endswith("vision_tower")
+    assert ("language_model" in said) != borrowed
 
 
 def test_the_type_is_that_of_the_whole_where_it_states_one(tmp_path: Path) -> None:

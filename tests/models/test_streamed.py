@@ -77,12 +77,13 @@ def test_hidden_states_are_the_librarys(name: str, tmp_path: Path) -> None:
     expected = library_states(model, ids)
     batches = embed(source, ids, 2)
     assert [len(batch) for batch in batches] == [2, 2, 1]
-    torch.testing.assert_close(torch.cat(batches), expected[0], **CLOSE)
+    d = model.config.hidden_size  # behind it a stream may have more
+    torch.testing.assert_close(torch.cat(batches)[..., :d], expected[0], **CLOSE)
     assert source.block_count == BLOCKS
     for index, block in enumerate(source.blocks()):
         source.advance(block, batches)
-        torch.testing.assert_close(torch.cat(batches), expected[index + 1], **CLOSE)
-        assert float((torch.cat(batches) - expected[index]).abs().max()) > 0.1
+        torch.testing.assert_close(torch.cat(batches)[..., :d], expected[index + 1], **CLOSE)
+        assert float((torch.cat(batches)[..., :d] - expected[index]).abs().max()) > 0.1
     with source.stem():
         logits = source.family.head(source.model, torch.cat(batches))
     torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)

@@ -36,6 +36,8 @@ def test_folding_leaves_logits_unchanged(name: str) -> None:
         tolerance = 1e-6  # its softmax is float32
     if "linear_attention" in getattr(model.config, "layer_types", ()):
         tolerance = 1e-3  # so is its linear attention, which norms amplify
+    if name == "gemma4-small":
+        tolerance = 1e-4  # it has a norm more, behind a small output
     torch.testing.assert_close(model(ids, use_cache=False).logits, before, rtol=tolerance, atol=tolerance)
 
 

@@ -5,9 +5,11 @@ from typing import Literal
 
 import pytest
 
-from aespa_pl.calibration.end_loss import MOST_ROWS, POSITIONS, couples
+from aespa_pl.calibration.end_loss import POSITIONS
+from aespa_pl.calibration.moments import MOST_ROWS, couples
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Role, layouts_of
+from aespa_pl.models.family import Role
+from aespa_pl.models.kept import layouts_of
 from aespa_pl.planning.estimate import block_flops
 from aespa_pl.planning.needs import batch_bytes, disk_bytes, hessian_bytes, host_bytes, shifts
 from aespa_pl.planning.shape import Shape, Work

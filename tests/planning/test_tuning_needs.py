@@ -11,7 +11,7 @@ from aespa_pl.commands.limits import tuning_shortages
 from aespa_pl.errors import UserError
 from aespa_pl.measure import human
 from aespa_pl.models import family_of
-from aespa_pl.models.family import layouts_of
+from aespa_pl.models.kept import layouts_of
 from aespa_pl.planning import budget
 from aespa_pl.planning.budget import RESERVE, resolved_place
 from aespa_pl.planning.estimate import block_flops, needs_of

@@ -35,6 +35,15 @@ def test_a_batch_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert all(torch.equal(stored[i], expected[i]) for i in range(3))
 
 
+def test_a_batch_may_become_smaller(tmp_path: Path) -> None:
+    expected = batches()
+    stored = BatchesOnDisk(tmp_path, expected)
+    for i in (0, 1):
+        stored[i] = expected[i] = expected[i][..., :3]
+    assert all(torch.equal(stored[i], expected[i]) for i in range(3))
+    assert torch.equal(stored.item(1, 1), expected[1][1])
+
+
 def test_what_was_read_is_the_callers(tmp_path: Path) -> None:
     expected = batches()
     stored = BatchesOnDisk(tmp_path, expected)
