@@ -221,8 +221,9 @@ def _watching(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tens
 def _of_embeddings(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]) -> Iterator[Seen]:
     """Yield embeddings; a row's error is the same at all places of its token in a segment."""
     model = source.model
-    tables = {"embedding": model.get_input_embeddings(), **source.family.other_embeddings(model)}
-    for name, table in tables.items():
+    others = source.family.other_embeddings(model.config)
+    tables = {name: model.get_submodule(path) for name, path in others.items()}
+    for name, table in {"embedding": model.get_input_embeddings(), **tables}.items():
         module: Any = table
         weight = module.weight
         rows = tokens.unique().to(weight.device)

@@ -253,8 +253,8 @@ class Family(ABC):
         """Return w: a stream before the first block has the hidden state and ``w - d`` numbers behind it."""
         return int(config.hidden_size)
 
-    def other_embeddings(self, model: PreTrainedModel) -> dict[str, nn.Module]:
-        """Return the embeddings beside that of the hidden states, by their names in settings."""
+    def other_embeddings(self, config: PreTrainedConfig) -> dict[str, str]:
+        """Return the paths of embeddings beside that of the hidden states, by their names in settings."""
         return {}
 
     @abstractmethod

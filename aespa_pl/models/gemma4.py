@@ -99,14 +99,13 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies, and the factors of the embeddings."""
         super().restore_buffers(model, device)
-        for table in self.other_embeddings(model).values():
-            known = cast(Any, table)
+        for path in self.other_embeddings(model.config).values():
+            known = cast(Any, model.get_submodule(path))
             known.embed_scale = torch.tensor(known.scalar_embed_scale, device=device)
 
-    def other_embeddings(self, model: PreTrainedModel) -> dict[str, nn.Module]:
+    def other_embeddings(self, config: PreTrainedConfig) -> dict[str, str]:
         """Return the embeddings that the blocks take."""
-        has_some = width_of_inputs(model.config)
-        return {PER_LAYER_EMBEDDING: model.get_submodule("model.embed_tokens_per_layer")} if has_some else {}
+        return {PER_LAYER_EMBEDDING: "model.embed_tokens_per_layer"} if width_of_inputs(config) else {}
 
     def stream_width(self, config: PreTrainedConfig) -> int:
         """Return the columns of hidden states, borrowed keys and values, and embeddings of all blocks."""

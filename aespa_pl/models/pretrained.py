@@ -75,7 +75,8 @@ class PretrainedFolder:
         if len({tensors[name] for name in names}) > len(ends):
             # of a head in the files that is not the embedding transformers makes the model's head
             config.tie_word_embeddings = False
-        ignored = {tensor.name for n, tensor in stored.items() if family_of(config).ignores(config, n)}
+        ignores = family_of(config).ignores
+        ignored = {tensor.name for name, tensor in stored.items() if ignores(config, name)}
         extra = tuple(sorted({tensor.name for tensor in stored.values()} - used - ignored))
         return cls(folder, config, tensors, extra, whole)
 
@@ -186,23 +187,23 @@ class PretrainedFolder:
         """
         model = self.skeleton()
         ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-        ends |= self.family.other_embeddings(model)
         names: dict[str, str] = {}
         for part, module in ends.items():
             state = model.state_dict(keep_vars=True)
             name = next(n for n, value in state.items() if value is getattr(module, "weight", None))
             if name not in names.values():
                 names[part] = name
-        return names
+        others = self.family.other_embeddings(self.config)
+        return names | dict(zip(others, self.tables, strict=True))
 
     def skeleton(self) -> PreTrainedModel:
         """Return the model without weights: all on the meta device, in evaluation mode."""
         return skeleton(self.config)
 
-    @cached_property
+    @property
     def tables(self) -> tuple[str, ...]:
         """Return the names of the embeddings beside that of the hidden states."""
-        return tuple(name for part, name in self.embeddings().items() if part not in ("embedding", "head"))
+        return tuple(f"{path}.weight" for path in self.family.other_embeddings(self.config).values())
 
     def mapped(self, name: str) -> Tensor:
         """Return a tensor, not to be changed, in its stored type; only what is read of it takes memory."""
@@ -271,7 +272,7 @@ class PretrainedFolder:
                     # The copy frees us of the file: raw is a view of its memory map.
                     own = self.run_type(name, dtype) if exact else dtype
                     tensors[name] = raw.to(device, own, copy=True)
-                    _refuse_not_finite(name, path, raw, tensors[name])
+                    refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
 
 
@@ -284,7 +285,8 @@ def _assign(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
         head.weight = embedding.weight
 
 
-def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:
+def refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:
+    """Raise UserError where a tensor of a file is not finite, by itself or in the type it is converted to."""
     if bool(converted.isfinite().all()):
         return
     if bool(raw.isfinite().all()):

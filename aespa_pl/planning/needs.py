@@ -130,7 +130,7 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
 
 def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
     shape, work, settings, accelerator = setup.shape, setup.work, setup.quantization, not setup.on_cpu
-    hidden, weights, tables = work.tokens * shape.hidden, shape.weights, shape.host_bytes * (not accelerator)
+    hidden, weights, tables = work.tokens * shape.hidden, shape.weights, shape.table_bytes * (not accelerator)
     # a divergence takes the logits of both models and five tensors more
     logits = streamed.POSITIONS * shape.vocabulary * (work.dtype_bytes + 7 * FLOAT)
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)

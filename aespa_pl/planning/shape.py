@@ -94,8 +94,9 @@ class Shape:
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
         forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
-        others = ((name, cast(nn.Embedding, m)) for name, m in family.other_embeddings(model).items())
-        tables = {name: (table.num_embeddings, table.embedding_dim) for name, table in others}
+        others = family.other_embeddings(config).items()
+        sizes = {name: model.get_parameter(f"{path}.weight").shape for name, path in others}
+        tables = {name: (rows, columns) for name, (rows, columns) in sizes.items()}
         found: Shape | None = None
         leading = [layout.quantizes_values for layout in layouts]  # these have H_V
         if not any(leading):
@@ -131,7 +132,7 @@ class Shape:
         return self.stem_weights - sum(rows * columns for rows, columns in self.tables.values())
 
     @property
-    def host_bytes(self) -> int:
+    def table_bytes(self) -> int:
         """Return the bytes that ``tables`` have in host memory while they are quantized and written."""
         return TABLE_BYTES * (self.stem_weights - self.stem_in_memory)
 

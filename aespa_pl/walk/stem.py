@@ -21,6 +21,7 @@ from aespa_pl.block.quantize import ADVICE
 from aespa_pl.block.quantized import Rows
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, head_input
 from aespa_pl.errors import NumericalError, UserError
+from aespa_pl.models.pretrained import refuse_not_finite
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors
 
@@ -36,13 +37,14 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
     Raises UserError where activations overflow.
     """
     # the blocks are quantized after this embedding; the calibration segments ``[segments, L]`` are the head's
-    types, parts = _types(context), context.source.pretrained.embeddings()
+    pretrained = context.source.pretrained
+    types, parts = _types(context), pretrained.embeddings()
     if not types or context.run.has_stem:
         return
     head, tied = parts.get("head", parts["embedding"]), "head" not in parts
     numbers: dict[str, Tensor] = {}
     for name, kind in types.items():
-        W, H = context.source.pretrained.mapped(name), None
+        W, H = pretrained.mapped(name), None
         if name == head and context.settings.optq.enabled and kind.bits < EXACT_BITS:
             H = head_input(context.source, tokens[:SEGMENTS, :LENGTH])[None]  # [1, d, d]
             of_text = damping_for(context.settings.damping, W.shape[1], tokens[:SEGMENTS, :LENGTH].numel())
@@ -52,6 +54,7 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
             pieces, found = W.split(ROWS), list[TypedWeight]()
             context.progress.begin(f"Rounding {name}, parts", len(pieces))
             for piece in pieces:
+                refuse_not_finite(name, pretrained.tensors[name].file, piece, piece)
                 rows = piece.to(context.device)
                 found.append(rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind))
                 context.progress.advance()

@@ -35,7 +35,8 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def _whole_model(model: PreTrainedModel, ids: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
     """Return the gradients at the output of each linear layer, and the squares of untied embeddings'."""
-    tables = family_of(model.config).other_embeddings(model)
+    paths = family_of(model.config).other_embeddings(model.config)
+    tables = {name: model.get_submodule(path) for name, path in paths.items()}
     if not model.config.tie_word_embeddings:
         tables["embedding"] = model.get_input_embeddings()
     leaves = [table.get_parameter("weight") for table in tables.values()]

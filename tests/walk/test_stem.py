@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.refit import rounded_rows
+from aespa_pl.errors import UserError
 from aespa_pl.run.journal import Run
 from tests.export.configurations import llama
 from tests.models.examples import make_ids
@@ -65,6 +66,17 @@ def test_an_embedding_that_is_no_head_is_rounded_row_by_row(tmp_path: Path) -> N
     found = quantized(tmp_path, "aespa-fast", tied=False)
     W = found.original.get_input_embeddings().weight
     assert torch.equal(stored(found, EMBEDDING), rounded_rows(W, TYPES[TYPE]).weight())
+
+
+def test_an_embedding_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    config = llama(hidden_size=256, intermediate_size=64, head_dim=16)
+    model: PreTrainedModel = shortened(AutoModelForCausalLM.from_config(config)).requires_grad_(
+        requires_grad=False
+    )
+    model.get_input_embeddings().weight[3, 5] = torch.nan
+    changes = {"method": "rtn", "types": {"embedding": TYPE}}
+    with pytest.raises(UserError, match=rf"tensor {EMBEDDING} in .* has NaN or infinite values"):
+        walk("llama", tmp_path, changes, model=model, ids=make_ids(4))
 
 
 def test_a_method_that_compensates_nothing_rounds_the_head_row_by_row(tmp_path: Path) -> None:
