@@ -87,7 +87,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     shared = layout.heads // layout.key_value_heads
     heads = (layout.heads + layout.key_value_heads) * layout.head_dim
     # also what the batch before became in each stream, which stays until this one has run
-    activations = (5 + original) * shape.hidden + 3 * shape.widest_input
+    activations = (5 + original) * shape.hidden + 3 * shape.widest_input + 2 * shape.beside_hidden
     # also the inputs of the original's groups, its residual streams, and what is added to those of both
     of_all = sum(c for name, c in shape.inputs.items() if shares[name] == 1)
     activations += original * (of_all + 6 * shape.hidden)
@@ -130,7 +130,7 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
 
 def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
     shape, work, settings, accelerator = setup.shape, setup.work, setup.quantization, not setup.on_cpu
-    hidden, weights, tables = work.tokens * shape.hidden, shape.weights, shape.table_bytes * (not accelerator)
+    stream, weights, tables = work.tokens * shape.stream, shape.weights, shape.table_bytes * (not accelerator)
     # a divergence takes the logits of both models and five tensors more
     logits = streamed.POSITIONS * shape.vocabulary * (work.dtype_bytes + 7 * FLOAT)
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
@@ -165,7 +165,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     search = _search_bytes(shape, settings, accelerator=accelerator)
     learning = _learning_bytes(shape, settings, partition, accelerator=accelerator)
     needs = {
-        "embedding and head": (2 * shape.stem_in_memory + hidden) * work.dtype_bytes + logits + tables,
+        "embedding and head": (2 * shape.stem_in_memory + stream) * work.dtype_bytes + logits + tables,
         "statistics": max(collected + batch_bytes(shape, work, settings), of_end_loss),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + search if search else 0,

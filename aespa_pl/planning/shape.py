@@ -127,6 +127,11 @@ class Shape:
         return cast(Shape, found)
 
     @property
+    def beside_hidden(self) -> int:
+        """Return the columns of a stream behind the hidden states."""
+        return self.stream - self.hidden
+
+    @property
     def stem_in_memory(self) -> int:
         """Return the number of weights outside the blocks but for ``tables``, which are read from disk."""
         return self.stem_weights - sum(rows * columns for rows, columns in self.tables.values())

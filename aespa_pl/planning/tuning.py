@@ -127,7 +127,7 @@ def activation_bytes(shape: Shape, work: Work) -> int:
     # a dense network beside experts has norms of its own, and so has the router
     of_norms = 16 if mixture is not None and mixture.input_norm is not None else 6
     numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + of_norms * shape.hidden
-    numbers += shape.mixed(work.length)
+    numbers += shape.mixed(work.length) + 2 * shape.beside_hidden
     if shape.forms_probabilities:
         numbers += 3 * shape.layout.heads * work.length
     return int(FLOAT * numbers)
