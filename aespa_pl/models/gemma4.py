@@ -29,7 +29,8 @@ from aespa_pl.models.relatives import AFTER, Gemma3Family
 
 GATE, PROJECTION, NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
 """Layers of the network that takes embeddings of its own."""
-OWN_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.weight")
+OWN_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
+"""The names of what a block that borrows keys and values does not have."""
 
 
 class Gemma4Family(MixtureFamily, Gemma3Family):
@@ -93,8 +94,9 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
 
     def ignores(self, config: PreTrainedConfig, name: str) -> bool:
         """Return whether a tensor is of keys and values that a block borrows; files may have them."""
-        found = OWN_KEYS.fullmatch(name)
-        return found is not None and config.kv_sharing_modes[int(found[1])] == "reuse"
+        found, modes = OWN_KEYS.fullmatch(name), config.kv_sharing_modes
+        # files may have more blocks than the configuration
+        return found is not None and modes[int(found[1]) : int(found[1]) + 1] == ["reuse"]
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies, and the factors of the embeddings."""
@@ -109,14 +111,13 @@ class Gemma4Family(MixtureFamily, Gemma3Family):
 
     def stream_width(self, config: PreTrainedConfig) -> int:
         """Return the columns of hidden states, borrowed keys and values, and embeddings of all blocks."""
-        borrowed = sum(heads * size for heads, size in borrowed_heads(config).values())
-        return int(config.hidden_size + 2 * borrowed + config.num_hidden_layers * width_of_inputs(config))
+        inputs = config.num_hidden_layers * width_of_inputs(config)
+        return int(config.hidden_size + borrowed_columns(config) + inputs)
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens for the first block, and for each block what it takes by itself."""
         hidden, arguments = super().embed(model, ids)
-        borrowed = sum(heads * size for heads, size in borrowed_heads(model.config).values())
-        parts = [hidden, hidden.new_zeros(*hidden.shape[:2], 2 * borrowed)]
+        parts = [hidden, hidden.new_zeros(*hidden.shape[:2], borrowed_columns(model.config))]
         if width_of_inputs(model.config):
             base, count = model.model, model.config.num_hidden_layers
             table = base.embed_tokens_per_layer  # perhaps on disk
@@ -182,3 +183,8 @@ def borrowed_heads(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
     kinds = attention_kinds(config) if config.num_kv_shared_layers else ()
     each = {kind: config.per_layer_config[kinds.index(kind)] for kind in sorted(set(kinds))}
     return {kind: (own.num_key_value_heads, own.head_dim) for kind, own in each.items()}
+
+
+def borrowed_columns(config: PreTrainedConfig) -> int:
+    """Return the columns of all keys and values that later blocks borrow."""
+    return 2 * sum(heads * size for heads, size in borrowed_heads(config).values())

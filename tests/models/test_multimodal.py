@@ -134,6 +134,14 @@ def test_keys_that_a_block_borrows_are_left_out_without_a_word(borrowed: bool, t
     assert ("language_model" in said) != borrowed
 
 
+def test_more_blocks_in_the_files_of_gemma4_are_said(tmp_path: Path) -> None:
+    folder = save(make_whole("gemma4, gemma4-small"), tmp_path)
+    file = folder / "model.safetensors"
+    extra = {"model.language_model.layers.7.self_attn.k_proj.weight": torch.ones(4, 4)}
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+    assert str(PretrainedFolder.open(folder).unused()).startswith("config.json has 3 blocks, the files in")
+
+
 def test_the_type_is_that_of_the_whole_where_it_states_one(tmp_path: Path) -> None:
     """Without weights a plan knows the type from config.json alone."""
     folder = save(make_whole("smolvlm").bfloat16(), tmp_path)
