@@ -58,7 +58,7 @@ class Seen:
     tokens: int
     """Number of tokens that it has seen."""
     rows: Tensor | None = None
-    """Of an embedding the rows that weight and gradients are of: the tokens of the text; None: all."""
+    """The rows that weight and gradients are of, those of the text's tokens in an embedding; None: all."""
 
 
 def segments_of(length: int) -> int:

@@ -272,7 +272,7 @@ class PretrainedFolder:
                     # The copy frees us of the file: raw is a view of its memory map.
                     own = self.run_type(name, dtype) if exact else dtype
                     tensors[name] = raw.to(device, own, copy=True)
-                    refuse_not_finite(name, path, raw, tensors[name])
+                    refuse_unusable(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
 
 
@@ -285,7 +285,7 @@ def _assign(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
         head.weight = embedding.weight
 
 
-def refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:
+def refuse_unusable(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:
     """Raise UserError where a tensor of a file is not finite, by itself or in the type it is converted to."""
     if bool(converted.isfinite().all()):
         return

@@ -21,7 +21,7 @@ from aespa_pl.block.quantize import ADVICE
 from aespa_pl.block.quantized import Rows
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, head_input
 from aespa_pl.errors import NumericalError, UserError
-from aespa_pl.models.pretrained import refuse_not_finite
+from aespa_pl.models.pretrained import refuse_unusable
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors
 
@@ -54,7 +54,7 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
             pieces, found = W.split(ROWS), list[TypedWeight]()
             context.progress.begin(f"Rounding {name}, parts", len(pieces))
             for piece in pieces:
-                refuse_not_finite(name, pretrained.tensors[name].file, piece, piece)
+                refuse_unusable(name, pretrained.tensors[name].file, piece, piece)
                 rows = piece.to(context.device)
                 found.append(rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind))
                 context.progress.advance()
