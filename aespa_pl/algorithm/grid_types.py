@@ -77,6 +77,14 @@ class GridType:
         """Return whether a group has integers a or c of its own."""
         return any(low != high for low, high in (self.scales, self.minimums))
 
+    def nearest_(self, steps: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+        """Return the nearest ``q - offset`` to weights in steps of the grid, in the memory of the steps."""
+        if self.levels is None:
+            return steps.round_().clamp_(-self.offset, self.largest - self.offset)
+        index = _interval(steps.add_(self.offset), self.levels)
+        table = _nearest_levels(self.levels, steps.device, steps.dtype) - self.offset
+        return torch.index_select(table, 0, index, out=steps.flatten()).view(steps.shape)
+
     def each_group(self, value: Float[Tensor, "*rows blocks"], groups: int) -> Tensor:
         """Return a number of each block for each of its groups, of which a row has so many."""
         return value.repeat_interleave(self.groups, -1)[..., :groups]
@@ -238,10 +246,8 @@ def nearest(value: Float[Tensor, "*any"], integers: Integers) -> Float[Tensor, "
     """
     if isinstance(integers, int):
         return value.round().clamp_(0, integers)
-    # the level nearest to a number depends on the half-open interval of length 1/2 that it is in
-    interval = (value * 2).floor_().clamp_(0, 2 * integers[-1]).nan_to_num_().to(torch.int32)
     table = _nearest_levels(integers, value.device, value.dtype)
-    return table.index_select(0, interval.flatten()).view(value.shape)
+    return table.index_select(0, _interval(value.clone(), integers)).view(value.shape)
 
 
 def nearest_to(
@@ -261,6 +267,14 @@ def neighbours(
     each = value.new_tensor((-1, *levels, levels[-1] + 1))
     index = torch.bucketize(value, each[1:-1], right=True)
     return each[index], each[index + 1]
+
+
+def _interval(value: Float[Tensor, "*any"], levels: tuple[int, ...]) -> Integer[Tensor, " all"]:
+    """Return the half-open interval of length 1/2 that a number is in, which says the nearest level.
+
+    The numbers are lost.
+    """
+    return value.mul_(2).clamp_(0, 2 * levels[-1]).nan_to_num_().to(torch.int32).flatten()
 
 
 @cache

@@ -5,8 +5,8 @@ Every loss is a quadratic form of ``dW``: the product that the gradient needs is
 
 The context decides the precision of products, ``with multiplying_in("tf32"):``; outside it is float32. Sums
 are always in float32. bfloat16 has 8 significant bits, TF32 11, float32 24. An accelerator's matrix units
-multiply the first two several times as fast; a CPU multiplies in float32, after it has rounded to bfloat16 if
-that is asked for.
+multiply the first two several times as fast. So do those of a CPU (AMX) with bfloat16; another CPU multiplies
+in float32 what was rounded.
 
 Source: Eq. 17 (value), 21 and 22 (query, key); Table 4 of the paper.
 """
@@ -22,14 +22,17 @@ from torch import Tensor
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 
+OF_TORCH = {"float32": "highest", "tf32": "high", "bfloat16": "medium"}
+"""torch's names for products of float32 matrices, which it rounds where a device has matrix units."""
+
 _current: ContextVar[Precision] = ContextVar("precision", default="float32")
 
 
 @contextmanager
 def multiplying_in(precision: Precision) -> Iterator[None]:
-    """Multiply in this precision in this context."""
+    """Multiply in this precision in this context, modules such as a model's blocks as well."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    torch.set_float32_matmul_precision(OF_TORCH[precision])
     token = _current.set(precision)
     try:
         yield

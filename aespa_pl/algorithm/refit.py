@@ -21,7 +21,8 @@ import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.grid import Parabola, min_max_grid
+from aespa_pl.algorithm.factors import Parabola
+from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
 from aespa_pl.algorithm.objectives import error_product, loss_of
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize

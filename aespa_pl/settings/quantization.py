@@ -162,10 +162,11 @@ class QuantizationSettings:
     its output is added to, that the projection makes up for; it takes a second stream of hidden states
     through the original model. 0: none, as in the paper (docs/correction.md); null: as the method does."""
     products: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
-    """Precision of the matrix products of steps 1 and 4 (statistics and learning); an accelerator is faster
-    with less. With bfloat16 statistics are in tf32. Sums, grids, OPTQ, polish and the losses that decide are
-    float32 (docs/performance.md). auto: tf32 on a CUDA device, float32 on a CPU, which has no tf32. A run
-    that is continued keeps what it was begun with, or is refused."""
+    """Precision of the matrix products of steps 1 and 4 (statistics and learning) and of the tuning's steps;
+    matrix units are faster with less. With bfloat16 statistics are in tf32. Sums, grids, OPTQ, polish and the
+    losses that decide are float32 (docs/performance.md). auto: tf32 on a CUDA device, float32 on a CPU, which
+    has no tf32, but may have units for bfloat16 (AMX). A run that is continued keeps what it was begun with,
+    or is refused."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from aespa_pl.algorithm.objectives import Precision, multiplying_in
 from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from aespa_pl.distributed.processes import ALONE
 from aespa_pl.tuning.data import Pair, SegmentPairs
@@ -78,6 +79,7 @@ class Tuning(LightningModule):
         self.anneals = anneals
         self.rates = rates
         self.world = ALONE  # the processes that train it together
+        self.products: Precision = "float32"  # of the steps; errors that decide are in float32
         self.start_error = self.best_error = math.nan
         self.best_epoch = 0  # the start
         self.finite = True  # whether no epoch ended with an error that is NaN or infinite
@@ -114,13 +116,19 @@ class Tuning(LightningModule):
 
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         """Return the loss of a mini-batch."""
-        total, count = self.loss(self.module, batch)
+        with multiplying_in(self.products):
+            total, count = self.loss(self.module, batch)
         error: Tensor = total / count
         self.log(tag(TUNING, TRAINING), error)
         if self.penalty is None:
             return error
         steps = int(self.trainer.estimated_stepping_batches)
         return error + self.penalty.of(self.module, self.global_step, steps)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients in the precision of the loss's products."""
+        with multiplying_in(self.products):
+            super().backward(loss, *args, **kwargs)
 
     def on_after_backward(self) -> None:
         """Average the gradients of all processes; a process alone keeps its own."""

@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from aespa_pl.algorithm.objectives import Precision
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.fitting import fit, refuse_early_end
 from aespa_pl.tuning.data import SegmentPairs
@@ -62,6 +63,7 @@ def tune(
     loss: Loss,
     rates: LearningRates,
     trainer: Trainer,
+    products: Precision = "float32",
     recipe: Recipe = EVERYTHING,
     checkpoint: Path | None = None,
     model: nn.Module | None = None,
@@ -70,10 +72,11 @@ def tune(
 ) -> Tuned:
     """Tune a block, the projections of it that are in its layout, or all blocks of a model.
 
-    The blocks get the tuned weights, norms and biases. A ``checkpoint`` is where the training goes on. Norms
-    and biases of the model outside of its blocks are trained as well: ``outside`` has the types that they are
-    stored in, by name. To ``recompute`` keeps only the inputs of blocks for the backward pass, which runs
-    each block once more: a third more time for the memory of one block's activations and weights.
+    The blocks get the tuned weights, norms and biases. A training step multiplies in the precision of
+    ``products``, and errors that decide are measured in float32. A ``checkpoint`` is where the training goes
+    on. Norms and biases of the model outside of its blocks are trained as well: ``outside`` has the types
+    that they are stored in, by name. To ``recompute`` keeps only the inputs of blocks for the backward pass,
+    which runs each block once more: a third more time for the memory of one block's activations and weights.
     """
     module = blocks[0].block if model is None else model
     module.requires_grad_(requires_grad=False)
@@ -82,7 +85,7 @@ def tune(
     parametrize_vectors(module, outside or {})
     tuning = Tuning(module, loss, rates, recipe.penalty, anneals=recipe.anneals)
     with _recomputing([b.block for b in blocks] if recompute else ()):
-        found = _fit(tuning, pairs, trainer, checkpoint)
+        found = _fit(tuning, pairs, trainer, products, checkpoint)
     weights = [quantized_weights(b.block, b.layout) for b in blocks]
     remove_parametrizations(module)
     return replace(found, weights=weights, changed=changed_fraction([b.weights for b in blocks], weights))
@@ -95,6 +98,7 @@ def tune_streamed(
     loss: Loss,
     rates: LearningRates,
     trainer: Trainer,
+    products: Precision = "float32",
     checkpoint: Path | None = None,
 ) -> Tuned:
     """Tune a model whose blocks are on disk; what is learned is in ``model`` and its files.
@@ -103,7 +107,7 @@ def tune_streamed(
     """
     what = model, loss, rates
     tuning = Tuning(*what) if model.moves is None else MovingTuning(model.moves, *what)
-    return _fit(tuning, pairs, trainer, checkpoint)
+    return _fit(tuning, pairs, trainer, products, checkpoint)
 
 
 def changed_fraction(
@@ -115,13 +119,15 @@ def changed_fraction(
     return changed / max(1, sum(old.integers.numel() for old, _ in pairs))
 
 
-def _fit(module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None) -> Tuned:
+def _fit(
+    module: Tuning, pairs: SegmentPairs, trainer: Trainer, products: Precision, checkpoint: Path | None
+) -> Tuned:
     """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch.
 
     Raises UserError where a callback ends the training early.
     """
     device = next(module.parameters()).device
-    module.world = pairs.world
+    module.world, module.products = pairs.world, products
     with warnings.catch_warnings():
         # on purpose: the quantized model has no dropout
         warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")

@@ -150,6 +150,7 @@ class BlockTuner:
             ),
             trainer=context.trainers.of_tuning(context.run, training, cast(int, settings.epochs)),
             checkpoint=context.world.from_first(lambda: context.run.checkpoint_to_continue(training)),
+            products=quantization.precision,
             recipe=learned,
         )
         del pairs  # which know the Trainer, and so all that it has trained

@@ -98,6 +98,7 @@ class ModelTuner:
                 loss=divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
+                products=context.settings.precision,
                 checkpoint=world.from_first(partial(self._checkpoint, training, moves, pairs.steps)),
             )
             if streamed:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
+from aespa_pl.algorithm.objectives import OF_TORCH, Precision
 from aespa_pl.models.weights import projection_weight
+from aespa_pl.tuning.data import Pair
 from aespa_pl.tuning.losses import Loss, RunBlock, output_error
 from aespa_pl.tuning.training import LearningRates
 from aespa_pl.tuning.tune import Tuned
@@ -53,6 +55,32 @@ def test_steps_do_not_depend_on_the_size_of_errors(monkeypatch: pytest.MonkeyPat
     found = tune_block(Example.make(), 8)
     assert found.error == pytest.approx(expected.error * 2.0**-20, rel=1e-3)
     assert found.changed == pytest.approx(expected.changed, rel=1e-2)
+
+
+@pytest.mark.parametrize("products", ["float32", "bfloat16"])
+def test_steps_multiply_in_the_precision_of_products_and_errors_in_float32(
+    products: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[tuple[str, str]]()
+
+    def see(what: str) -> None:
+        seen.add((what, torch.get_float32_matmul_precision()))
+
+    def watched(run_block: RunBlock) -> Loss:
+        def loss(block: nn.Module, batch: Pair) -> Tensor:
+            found = output_error(run_block)(block, batch)
+            see("step" if found.requires_grad else "error")
+            if found.requires_grad:
+                found.register_hook(lambda _: see("gradient"))
+            return found
+
+        return loss
+
+    monkeypatch.setattr("tests.tuning.tuned.output_error", watched)
+    tune_block(Example.make(), 2, products=products)
+    of_steps = OF_TORCH[products]
+    assert seen == {("step", of_steps), ("gradient", of_steps), ("error", "highest")}
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(

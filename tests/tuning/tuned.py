@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.objectives import Precision
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
@@ -86,6 +87,7 @@ def tune_block(
     rates: LearningRates = RATES,
     pairs: SegmentPairs | None = None,
     recipe: Recipe = EVERYTHING,
+    products: Precision = "float32",
     checkpoint: Path | None = None,
     **options: Any,
 ) -> Tuned:
@@ -97,6 +99,7 @@ def tune_block(
         rates=rates,
         trainer=silent_trainer(epochs, **options),
         recipe=recipe,
+        products=products,
         checkpoint=checkpoint,
     )
 
