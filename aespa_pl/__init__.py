@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedRun", "UserError", "quantize", "resume"]
 
 # A run is continued, and a perplexity remembered, by the same version alone: it rises where results change.
-__version__ = "0.20.0"
+__version__ = "0.21.0"
 
 
 def __getattr__(name: str) -> Any:
