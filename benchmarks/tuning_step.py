@@ -1,7 +1,7 @@
 """Measure a step of a block's tuning, optimizer included, beside a forward pass of the block.
 
 python benchmarks/tuning_step.py --model tinyllama-1.1b
-python benchmarks/tuning_step.py --model smollm2-135m --lengths '[512, 2048]'
+python benchmarks/tuning_step.py --model smollm2-135m --lengths '[512, 2048]' --products bfloat16
 
 Random weights of LLaMA's shapes, 2 bits per channel, integers and scales that learn, one segment. Lightning
 and the read of the segment are left out. Medians.
@@ -20,12 +20,18 @@ from transformers import AutoModelForCausalLM
 
 from aespa_pl.__main__ import set_threads
 from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.objectives import Precision, multiplying_in
 from aespa_pl.algorithm.quantizer import GridFormat, QuantizedWeight, quantize
 from aespa_pl.tuning.parametrization import StraightThrough
 
 
 def main(
-    *, model: str = "tinyllama-1.1b", lengths: Sequence[int] = (512, 2048), repeats: int = 5, threads: int = 1
+    *,
+    model: str = "tinyllama-1.1b",
+    lengths: Sequence[int] = (512, 2048),
+    products: Precision = "float32",
+    repeats: int = 5,
+    threads: int = 1,
 ) -> None:
     """Print a row for each length of a segment."""
     set_threads()
@@ -42,7 +48,9 @@ def main(
         for linear in [m for m in block.modules() if isinstance(m, nn.Linear)]:
             register_parametrization(linear, "weight", _parametrization(linear.weight.detach()))
         adam = torch.optim.Adam(block.parameters(), fused=True)
-        seconds += median_of_each([partial(_step, block, X, run, target, adam)], repeats, torch.device("cpu"))
+        step = partial(_step, block, X, run, target, adam)
+        with multiplying_in(products):
+            seconds += median_of_each([step], repeats, torch.device("cpu"))
         report.row([length, *(f"{s:.2f}" for s in seconds), f"{seconds[1] / seconds[0]:.2f}"])
 
 
