@@ -108,21 +108,18 @@ class _Losses:
         self.V, self.H, self.kind = V, H, kind
         self.VH = V @ H
         self.q, self.qH = torch.empty_like(V), torch.empty_like(V)
-        # a fixed zero point leaves no minimum, and nothing of a loss that depends on one
-        none = torch.zeros_like(V[..., 0])
-        fixed = kind.zero_point is not None
-        self.B = none if fixed else torch.empty_like(none)
-        self.C = none if fixed else H.sum((1, 2))[:, None].expand(none.shape)
-        self.E = none if fixed else self.VH.sum(-1)
+        self.C = self.E = torch.zeros_like(V[..., 0])  # for the minimum 0 that a fixed zero point leaves
+        if kind.zero_point is None:
+            self.C, self.E = H.sum((1, 2))[:, None].expand(self.E.shape), self.VH.sum(-1)
 
     def of_nearest(self, scale: Tensor, minimum: Tensor) -> Parabola:
         """Return the losses ``[groups, rows]`` of the integers that are nearest."""
         step = torch.where(scale.abs() < TINY, TINY, scale)[..., None]
-        fixed = self.kind.zero_point is not None
-        torch.div(self.V if fixed else torch.add(self.V, minimum[..., None], out=self.q), step, out=self.q)
-        q = self.kind.nearest_(self.q)
+        has_minimum = self.kind.zero_point is None
+        above = torch.add(self.V, minimum[..., None], out=self.q) if has_minimum else self.V
+        q = self.kind.nearest_(torch.div(above, step, out=self.q))
         qH = torch.bmm(q, self.H, out=self.qH)
-        B = self.B if fixed else qH.sum(-1)
+        B = qH.sum(-1) if has_minimum else torch.zeros_like(scale)
         A = qH.mul_(q).sum(-1)
         D = torch.mul(self.VH, q, out=qH).sum(-1)
         return Parabola(A, B, self.C, D, self.E)

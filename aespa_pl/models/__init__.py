@@ -20,6 +20,7 @@ from aespa_pl.models.moe import (
     GptOssFamily,
     HunyuanMoeFamily,
     Lfm2MoeFamily,
+    MiniMaxFamily,
     MixtralFamily,
     OlmoeFamily,
     Qwen3MoeFamily,
@@ -42,7 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
     Gemma4Family(), OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(),
     Qwen3MoeFamily(), MixtralFamily(), OlmoeFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(),
-    Lfm2MoeFamily(), HybridFamily(), GptOssFamily(), GraniteMoeFamily(), Granite4Family(),
+    Lfm2MoeFamily(), HybridFamily(), GptOssFamily(), MiniMaxFamily(), GraniteMoeFamily(), Granite4Family(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)

@@ -205,7 +205,7 @@ class Family(ABC):
             method = other.get("quant_method") if isinstance(other, dict) else None
             raise UserError(
                 f"model.pretrained: already quantized ({method or 'quantization_config'} in "
-                "config.json): give the model that it was made from"
+                "config.json): give the model that it was made from, or a copy in bfloat16"
             )
 
     def unfuse(self, model: PreTrainedModel) -> None:  # noqa: B027

@@ -111,6 +111,7 @@ ARCHITECTURES = {
     "gpt_oss": Architecture(
         "gpt-oss", windows=True, only={**UNTIED, "attention_bias": True, "swiglu_limit": 7.0}
     ),
+    "minimax_m2": Architecture("minimax-m2", sigmoid=True, only=UNTIED),
     "qwen3_next": Architecture("qwen3next", norm_offset=1.0, only={**UNBIASED, "norm_topk_prob": True}),
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": replace(HYBRID, name="qwen35moe"),
@@ -122,7 +123,7 @@ OTHER_ORDER = (
     "would cross them"
 )
 
-PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
 ANY_LENGTH = 2048
 """Context length that is written for a model without a limit of positions (ALiBi)."""

@@ -221,7 +221,7 @@ class MixtralFamily(MixtureFamily):
     """Adapts Mixtral, whose files have other names than the library's modules."""
 
     title = "Mixtral"
-    model_types = ("mixtral",)
+    model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
         """Return the names in files."""
@@ -231,6 +231,17 @@ class MixtralFamily(MixtureFamily):
         for layer, number in (("gate", 1), ("down", 2), ("up", 3)):
             place = place.replace(f".{layer}_proj.", f".w{number}.")
         return ((place, None), *fused)
+
+
+class MiniMaxFamily(MixtralFamily):
+    """Adapts MiniMax M2, whose norms of queries and keys run over all heads together.
+
+    The router has sigmoids, and a correction as GLM-4.5's; RoPE turns a part of each head.
+    """
+
+    title = "MiniMax M2"
+    model_types = ("minimax_m2",)
+    exact = ("e_score_correction_bias",)
 
 
 class GptOssFamily(MixtureFamily):

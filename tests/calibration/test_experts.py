@@ -19,7 +19,7 @@ from tests.models.examples import make_ids, make_ours
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 """Statistics are float32."""
-SIGMOIDS = ("glm4_moe", "lfm2_moe")
+SIGMOIDS = ("glm4_moe", "lfm2_moe", "minimax_m2")
 """Model types whose experts' scores are sigmoids."""
 
 
@@ -146,6 +146,7 @@ def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
         "ernie4.5-moe",
         "hunyuan-moe",
         "lfm2-moe",
+        "minimax",
         "granite4-moe",
         "granite-moe",
         "gemma4-moe",

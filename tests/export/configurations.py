@@ -24,6 +24,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
@@ -258,6 +259,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmoe": lambda: llama(
         OlmoeConfig, tie_word_embeddings=False, num_key_value_heads=4, num_experts=4, num_experts_per_tok=2,
         intermediate_size=64,
+    ),
+    "minimax": lambda: llama(
+        MiniMaxM2Config, head_dim=32, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64,
+        rotary_dim=16, tie_word_embeddings=False,
     ),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),

@@ -77,6 +77,7 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
                 "ernie4.5-moe",
                 "hunyuan-moe",
                 "lfm2-moe",
+                "minimax",
             )
         ),
     ],

@@ -23,6 +23,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
@@ -267,6 +268,11 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "olmoe": lambda: config(
         OlmoeConfig, LLAMA, PLAIN, {"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2}
+    ),
+    "minimax": lambda: config(
+        MiniMaxM2Config,
+        LLAMA,
+        {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4},
     ),
     "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": lambda: config(
