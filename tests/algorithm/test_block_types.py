@@ -42,6 +42,14 @@ def nearest(kind: GridType, columns: int = COLUMNS) -> tuple[Tensor, Tensor, Gri
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_nearest_integers_in_place_are_the_nearest_of_all(kind: GridType) -> None:
+    steps = torch.cat([torch.randn(7, 32) * kind.largest, torch.tensor([[-1e6, 1e6, *[0.1] * 30]])])
+    integers = torch.tensor(kind.levels or range(kind.largest + 1)).double() - kind.offset
+    expected = integers[(steps.double()[..., None] - integers).abs().argmin(-1)]
+    assert torch.equal(kind.nearest_(steps.clone()).double(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_stored_numbers_stand_for_the_weights_of_the_grid(kind: GridType) -> None:
     W, _, grid = nearest(kind)
     factor = torch.rand(1, ROWS) + 0.5
