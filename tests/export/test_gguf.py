@@ -177,6 +177,7 @@ def test_symmetric_grids_need_one_bit_less(
         ),
         ("hunyuan-moe", {"moe_topk": [8, 4]}, "moe_topk to several"),
         ("olmoe", {"num_key_value_heads": 2}, "an olmoe with grouped queries"),
+        ("minimax", {"tie_word_embeddings": True}, "no minimax_m2 with tie_word_embeddings True"),
         ("granite4-moe", {"layer_types": ["full_attention"] * 2}, "and no Mamba blocks, config.json none"),
         *(
             ("lfm2", {"layer_types": [kind] * 3}, "a lfm2 without both convolutions and attention")
