@@ -36,6 +36,7 @@ from aespa_pl.export.gguf_model import (
     in_float32,
     own_value,
     row_order,
+    turned,
 )
 from aespa_pl.export.gguf_values import Q2_0, dequantized
 from aespa_pl.export.gguf_vocabulary import ENDS, add_vocabulary, lost_end_tokens, unnamed_start
@@ -102,7 +103,7 @@ class Gguf(Format):
             tensor = tensors[place]
             data = tensor.data if len(names) > 1 else tensor.data[None]
             for name, one in zip(names, data, strict=True):
-                value = torch.tensor(dequantized(one, tensor.tensor_type))
+                value = turned(model, place, torch.tensor(dequantized(one, tensor.tensor_type)))
                 if (columns := column_order(model, name)) is not None:
                     value = torch.empty_like(value).index_copy_(1, columns, value)
                 shape, rows = model.pretrained.tensors[name].shape, row_order(model, name, place)
@@ -208,7 +209,7 @@ class Gguf(Format):
     ) -> npt.NDArray[Any]:
         """Return the bytes of a tensor, as far as it lies in ``place``."""
         if (order := row_order(model, name, place)) is not None:
-            value = value[order] if isinstance(value, Tensor) else value.rows(order)
+            value = turned(model, place, value[order]) if isinstance(value, Tensor) else value.rows(order)
         value = in_column_order(model, name, value)
         if isinstance(value, TypedWeight):
             return BLOCK_TYPES[value.kind.name].encode(value)

@@ -60,7 +60,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
             [each.key_value_heads * (kind in (FULL, SLIDING)) for kind, each in of_blocks]
         )
     else:
-        writer.add_head_count_kv(layout.key_value_heads)
+        writer.add_head_count_kv(1 if layout.latent else layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
@@ -105,6 +105,9 @@ def _add_experts(writer: GGUFWriter, model: QuantizedModel) -> None:
         writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", True))
         writer.add_expert_weights_scale(getattr(config, "routed_scaling_factor", 1.0))
         writer.add_interleave_moe_layer_step(1)
+        if (groups := getattr(config, "n_group", None) or 1) > 1:
+            writer.add_expert_group_count(groups)
+            writer.add_expert_group_used_count(config.topk_group)
 
 
 def _feed_forward_length(model: QuantizedModel) -> int | list[int]:
@@ -165,9 +168,12 @@ def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> No
     writer.add_rope_freq_base(rope_base(config, head_dim))
     writer.add_rope_freq_base_swa(rope_parameters(config, SLIDING)["rope_theta"])
     share = rope.get("partial_rotary_factor", 1.0) if config.model_type in PARTIAL else 1.0
-    writer.add_rope_dimension_count(int(head_dim * share))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if hasattr(config, "kv_lora_rank"):
+        _add_latent(writer, config)
+    else:
+        writer.add_rope_dimension_count(int(head_dim * share))
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -179,9 +185,22 @@ def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> No
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
         if (of_all := rope.get("mscale_all_dim")) is not None:
-            writer.add_rope_scaling_yarn_log_mul(of_all)
+            # llama.cpp wants the factor of the logarithm in latent attention, and a share of it elsewhere
+            writer.add_rope_scaling_yarn_log_mul(of_all * (0.1 if hasattr(config, "kv_lora_rank") else 1))
     if beta is not None:
         writer.add_attn_temperature_scale(beta)
+
+
+def _add_latent(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+    """Write the sizes of latent attention, which llama.cpp runs with one key and value for all heads."""
+    latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_q_lora_rank(config.q_lora_rank or 0)
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config.qk_nope_head_dim + rotated)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(rotated)
 
 
 def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:

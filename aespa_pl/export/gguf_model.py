@@ -35,6 +35,8 @@ UNNAMED = {
 """Tensors of a block of Gemma 4 that the library gguf has no names for, and llama.cpp has."""
 GATE_AND_UP = ".shared_mlp.input_linear.weight"
 """What the name of a matrix of Granite 4 ends with that llama.cpp has in two."""
+KEYS_AND_VALUES = ".kv_b_proj.weight"
+"""What the name of a matrix of latent attention ends with that llama.cpp has in two."""
 IDEAL_WIDTH = 256
 """A number of columns that every block type divides."""
 
@@ -46,6 +48,10 @@ def row_order(model: QuantizedModel, name: str, place: str = "") -> Tensor | Non
     """
     if name.endswith(GATE_AND_UP):
         return torch.arange(model.pretrained.tensors[name].shape[0]).chunk(2)[int(".ffn_up." in place)]
+    if name.endswith(KEYS_AND_VALUES):  # [heads, keys then values]
+        config, rows = model.pretrained.config, torch.arange(model.pretrained.tensors[name].shape[0])
+        keys, values = rows.view(model.layouts[0].heads, -1).tensor_split([config.qk_nope_head_dim], 1)
+        return (keys if _turned(place) else values).flatten()
     projections = model.projections_of(name)
     if (order := _value_heads(model, name)) is not None or not projections:
         return order
@@ -100,6 +106,21 @@ def in_column_order(model: QuantizedModel, name: str, value: StoredTensor) -> St
     )
 
 
+def _turned(place: str) -> bool:
+    """Return whether a matrix has the columns of each head before its rows: keys of latent attention."""
+    return place.endswith("attn_k_b.weight")
+
+
+def turned(model: QuantizedModel, place: str, value: Tensor) -> Tensor:
+    """Return a matrix of the file as it lies there, or back again; most lie as they are.
+
+    Keys of latent attention are ``[heads * keys, latent]`` here and ``[heads, latent, keys]`` there.
+    """
+    if not _turned(place):
+        return value
+    return value.unflatten(0, (model.layouts[0].heads, -1)).mT if value.dim() == 2 else value.mT.flatten(0, 1)
+
+
 def own_value(model: QuantizedModel, name: str, value: Tensor) -> Tensor:
     """Return a tensor that is not quantized as llama.cpp has it, in float32, norms with the 1 they add."""
     if name.endswith(".A_log"):  # the decay of linear attention, and of Mamba
@@ -119,6 +140,8 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
 
 def gguf_names(model: QuantizedModel, name: str) -> tuple[str, ...]:
     """Return the tensors of the file that have rows of one of the model, of which there are few."""
+    if name.endswith(KEYS_AND_VALUES):
+        return tuple(gguf_name(model, name.replace(".kv_b_", f".{kind}_b_")) for kind in ("k", "v"))
     if not name.endswith(GATE_AND_UP):
         return (gguf_name(model, name),)
     block = name.removesuffix(GATE_AND_UP)
@@ -134,6 +157,9 @@ def in_float32(name: str) -> bool:
 
 def file_shape(model: QuantizedModel, name: str, place: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a tensor of the model has in the file, rows first."""
+    if name.endswith(KEYS_AND_VALUES):
+        heads, (rows, latent) = model.layouts[0].heads, shape
+        return (heads, latent, rows // heads) if _turned(place) else (heads, rows // heads, latent)
     if name.endswith((".mamba.A_log", ".mamba.D")):
         return (*shape, 1)
     if name.endswith(".mamba.norm.weight"):

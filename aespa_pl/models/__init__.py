@@ -12,6 +12,7 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.gemma4 import Gemma4Family
 from aespa_pl.models.granite4 import Granite4Family, GraniteMoeFamily
 from aespa_pl.models.hybrid import HybridFamily
+from aespa_pl.models.latent import LatentFamily
 from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.moe import (
@@ -43,7 +44,8 @@ FAMILIES: tuple[Family, ...] = (
     OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
     Gemma4Family(), OlmoFamily(), GlmFamily(), Glm4Family(), ErnieFamily(), HunyuanFamily(), Lfm2Family(),
     Qwen3MoeFamily(), MixtralFamily(), OlmoeFamily(), Glm4MoeFamily(), ErnieMoeFamily(), HunyuanMoeFamily(),
-    Lfm2MoeFamily(), HybridFamily(), GptOssFamily(), MiniMaxFamily(), GraniteMoeFamily(), Granite4Family(),
+    Lfm2MoeFamily(), HybridFamily(), GptOssFamily(), MiniMaxFamily(), LatentFamily(), GraniteMoeFamily(),
+    Granite4Family(),
 )  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
@@ -54,7 +56,6 @@ MISSING = {
     "phi4_multimodal": "its encoders of images and sound",
     "exaone4_5": "its image encoder",
     "olmo_hybrid": "linear attention",
-    "glm4_moe_lite": "multi-head latent attention",
     "granitemoeshared": "its shared expert",
     **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
 }

@@ -22,7 +22,10 @@ class BloomFamily(Family):
     title = "BLOOM"
     model_types = ("bloom",)
     blocks_path = "transformer.h"
-    forms_probabilities = True
+
+    def forms_probabilities(self, config: PreTrainedConfig) -> bool:
+        """Return True, because the library has no other attention for BLOOM."""
+        return True
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a quantized model, and the emulation of tensor-parallel sums."""

@@ -15,6 +15,8 @@ from transformers import PreTrainedConfig
 
 DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Names in config.json of the number of blocks before those with experts."""
+SPARSE = "sparse"
+"""Name of a block with experts in ``config.mlp_layer_types``."""
 NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 Gated = Callable[[Tensor, Tensor], Tensor]
 """Returns the input of the last matrix from the outputs of gate and up."""
@@ -118,6 +120,8 @@ def joined(parts: Sequence[tuple[Part, Tensor]]) -> Tensor:
 
 def dense_blocks(config: PreTrainedConfig) -> int:
     """Return the number of blocks before those with experts."""
+    if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
+        return (*kinds, SPARSE).index(SPARSE)
     return max(int(getattr(config, name, 0)) for name in DENSE)
 
 

@@ -123,6 +123,8 @@ class BlockLayout:
     """Whether each value head passes a norm without a weight before it is mixed over positions."""
     borrows_keys: bool = False
     """Whether the attention has keys and values of an earlier block (Gemma 4 E2B and E4B)."""
+    latent: bool = False
+    """Whether the attention makes all queries, keys and values of short vectors (DeepSeek)."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, *groups: tuple[tuple[Projection, ...], Fold]) -> "BlockLayout":
@@ -186,8 +188,6 @@ class Family(ABC):
     """Whether the models are not meant to run on text that does not begin with BOS."""
     exact: ClassVar[tuple[str, ...]] = ()
     """What the names of tensors end with that are float32 at least, whatever type a model runs in."""
-    forms_probabilities: ClassVar[bool] = False
-    """Whether the probabilities A take memory, because the library has no fused kernel for the family."""
 
     def block_prefix(self, index: int) -> str:
         """Return what the names of a block's tensors begin with, such as ``model.layers.3.``."""
@@ -252,6 +252,10 @@ class Family(ABC):
     def stream_width(self, config: PreTrainedConfig) -> int:
         """Return w: a stream before the first block has the hidden state and ``w - d`` numbers behind it."""
         return int(config.hidden_size)
+
+    def forms_probabilities(self, config: PreTrainedConfig) -> bool:
+        """Return whether the probabilities A take memory, because there is no fused kernel for a model."""
+        return False
 
     def other_embeddings(self, config: PreTrainedConfig) -> dict[str, str]:
         """Return the paths of embeddings beside that of the hidden states, by their names in settings."""

@@ -35,7 +35,7 @@ class Architecture:
     """What the weights of norms are stored with in addition to transformers' (Gemma: 1)."""
     caps: tuple[str, ...] = ()
     """Caps of scores and logits in config.json that it has; each must be a number."""
-    only: Mapping[str, bool | float | tuple[float, ...]] = field(default_factory=dict)
+    only: Mapping[str, bool | float | str | tuple[float, ...]] = field(default_factory=dict)
     """The values that it has of entries of config.json; of others it has all."""
     scales_each: bool = False
     """Whether it has a factor for each frequency of RoPE, as LLaMA 3 has."""
@@ -60,6 +60,7 @@ GEMMA4 = replace(
 )
 OLMO = Architecture("olmo2", windows=True, only={**UNTIED, **UNBIASED}, divides_width=True)
 HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True, only=UNBIASED)
+LATENT = Architecture("deepseek2", sigmoid=True, only={**UNBIASED, "rope_interleave": True})
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -104,6 +105,13 @@ ARCHITECTURES = {
     ),
     "hunyuan_v1_moe": Architecture("hunyuan-moe", only=UNBIASED),
     "glm4_moe": Architecture("glm4moe", sigmoid=True, only={"n_group": 1}),
+    "glm4_moe_lite": LATENT,
+    "deepseek_v2": replace(
+        LATENT,
+        sigmoid=False,
+        only={**UNBIASED, "mlp_bias": False, "norm_topk_prob": False, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": LATENT,
     "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}, divides_width=True),
     "olmoe": Architecture("olmoe", only={**UNTIED, **UNBIASED, "norm_topk_prob": False}),
     "qwen3_moe": Architecture("qwen3moe", only={**UNBIASED, "norm_topk_prob": True}),

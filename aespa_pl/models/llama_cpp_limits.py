@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.block_kinds import CONVOLUTION, FULL, LINEAR, SLIDING, attention_kinds
-from aespa_pl.models.experts import dense_blocks
+from aespa_pl.models.experts import SPARSE, dense_blocks
 from aespa_pl.models.llama_cpp import (
     ARCHITECTURES,
     Architecture,
@@ -27,6 +27,8 @@ USUAL_BETAS = 32.0, 1.0
 """YaRN's ``beta_fast`` and ``beta_slow`` where config.json has none, and in llama.cpp but for Ministral 3."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
+LITE = 26, 27
+"""Blocks of the models with latent attention whose queries llama.cpp takes to have no short vector."""
 LARGEST = {"gemma2": 46, "gemma3_text": 62}
 """Blocks of the model whose queries llama.cpp divides by the root of ``d / n_h``, not of ``d_h``."""
 
@@ -60,6 +62,8 @@ def _unsupported_experts(config: PreTrainedConfig) -> str | None:
     blocks = config.num_hidden_layers
     if dense_blocks(config) >= blocks:
         return f"llama.cpp has no {config.model_type} without experts"
+    if set((getattr(config, "mlp_layer_types", None) or [])[dense_blocks(config) :]) - {SPARSE}:
+        return "llama.cpp has experts in all blocks but the first, mlp_layer_types in others"
     if getattr(config, "moe_layer_end_index", blocks - 1) != blocks - 1:
         return "llama.cpp has experts in the last blocks, moe_layer_end_index before them"
     if isinstance(chosen := getattr(config, "moe_topk", 1), list) and len(set(chosen)) > 1:
@@ -70,6 +74,8 @@ def _unsupported_experts(config: PreTrainedConfig) -> str | None:
 def _unsupported_heads(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     if architecture.name == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
         return "llama.cpp can't load an olmoe with grouped queries"
+    if config.num_hidden_layers in LITE and getattr(config, "q_lora_rank", None) is not None:
+        return f"llama.cpp has no q_lora_rank in a {config.model_type} of {config.num_hidden_layers} blocks"
     if not architecture.divides_width:
         return None
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
@@ -142,6 +148,8 @@ def _unsupported_yarn(config: PreTrainedConfig, rope: Mapping[str, Any]) -> str 
     mscales = {rope.get("mscale"), rope.get("mscale_all_dim")}
     known = mscales == {None} or (config.model_type == "ministral3" and mscales in ({0.0}, {1.0}))
     expected = 1.0 if mscales == {1.0} else usual  # llama.cpp takes mscale as 1
+    if hasattr(config, "kv_lora_rank"):
+        known, expected = len(mscales) == 1 and bool(rope.get("mscale")), 1.0
     if not known or abs((rope.get("attention_factor") or expected) - expected) > 1e-5:
         return "llama.cpp computes the attention_factor of yarn from its factor alone"
     return None

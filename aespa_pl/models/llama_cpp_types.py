@@ -94,14 +94,14 @@ def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
         return Matrix.VALUE if has_keys else Matrix.KEY  # one matrix for both has the name of keys
     if projection.role is Role.KEY:
         return Matrix.KEY
-    inputs, outputs = (group.projections for group in layout.groups[:2])
-    if layout.attended_group is not None:
-        if projection in layout.attended_group.projections:
-            return Matrix.ATTENTION_OUTPUT
-    elif projection in (*inputs, *outputs):  # of linear attention
-        return Matrix.VALUE if len(inputs) > 1 and projection == inputs[0] else Matrix.OTHER
-    beside = any(projection in group.projections for group in layout.groups if group.name in PER_LAYER)
-    return Matrix.OTHER if beside or projection.residual is None else Matrix.DOWN
+    where = next(group.name for group in layout.groups if projection in group.projections)
+    attends = layout.latent or layout.attended_group is not None
+    if where == "attention_output" and attends:
+        return Matrix.ATTENTION_OUTPUT
+    if where in ("attention_input", "attention_output") and not attends:  # of linear attention
+        first, *others = layout.groups[0].projections
+        return Matrix.VALUE if others and projection == first else Matrix.OTHER
+    return Matrix.OTHER if where in PER_LAYER or projection.residual is None else Matrix.DOWN
 
 
 def mixture_type(

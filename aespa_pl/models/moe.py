@@ -156,12 +156,12 @@ class OlmoeFamily(MixtureFamily):
 
 
 class Glm4MoeFamily(MixtureFamily):
-    """Adapts GLM-4.5 to 4.7, with a shared expert behind the first, dense blocks.
+    """Adapts GLM-4.5 to 4.7 but for Flash, with a shared expert behind the first, dense blocks.
 
     The router chooses experts by the sigmoid of its logits and a correction, and weights them without it.
     """
 
-    title = "GLM-4.5 to 4.7 (not Flash)"
+    title = "GLM-4.5 to 4.7"
     model_types = ("glm4_moe",)
     shared = "shared_experts"
     exact = ("e_score_correction_bias",)
@@ -253,12 +253,15 @@ class GptOssFamily(MixtureFamily):
 
     title = "gpt-oss"
     model_types = ("gpt_oss",)
-    forms_probabilities = True  # no fused kernel has sinks
     fused: ClassVar = Fused(interleaved=True, transposed=True)
     router = router_layer = "router"
     half_rotations = True
     joins_experts: ClassVar = True
     linear_in_up: ClassVar = False  # up is clamped, and 1 is added to it
+
+    def forms_probabilities(self, config: PreTrainedConfig) -> bool:
+        """Return True, because no fused kernel has sinks."""
+        return True
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse experts in MXFP4, and what every family refuses."""

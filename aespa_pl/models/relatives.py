@@ -167,4 +167,7 @@ class Gemma2Family(Gemma3Family):
 
     title = "Gemma 2"
     model_types = ("gemma2",)
-    forms_probabilities = True  # no fused kernel caps scores
+
+    def forms_probabilities(self, config: PreTrainedConfig) -> bool:
+        """Return True, because no fused kernel caps scores."""
+        return True

@@ -28,6 +28,9 @@ SCANNED = 3, 6, 7
 """Numbers that the scan of Mamba 2 has at once for a token: so many for a row of the input projection, for a
 head and position of a chunk, and for a head and number of its state. In transformers without GPU kernels
 forward and backward pass took 95 to 97 % of the sum, and a forward pass 72 to 83 %, in whole chunks."""
+LATENT = 10
+"""Numbers that latent attention has at once for a token and a row of its queries: 7.1 were measured in a
+forward pass, and 9.1 to 9.5 with a backward pass."""
 CONVOLVED = 2
 """Numbers that a short convolution keeps for a token and a channel: what is convolved, and what comes out."""
 
@@ -93,7 +96,7 @@ class Shape:
         everything, *in_blocks = (sum(p.numel() for p in m.parameters()) for m in (model, *blocks))
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
-        forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
+        forms, vocab = family.forms_probabilities(config), int(config.vocab_size)
         others = family.other_embeddings(config).items()
         sizes = {name: model.get_parameter(f"{path}.weight").shape for name, path in others}
         tables = {name: (rows, columns) for name, (rows, columns) in sizes.items()}
@@ -111,7 +114,7 @@ class Shape:
                 blocks=len(blocks),
                 block_weights=in_blocks[i],
                 in_blocks=sum(in_blocks),
-                stem_weights=stem,
+                stem_weights=everything - sum(in_blocks),
                 matrices=tuple(of_blocks[i].values()),
                 layout=layouts[i],
                 forms_probabilities=forms,
@@ -163,6 +166,8 @@ class Shape:
         """
         if self.attends:
             return 0
+        if self.layout.latent:
+            return LATENT * self.layout.heads * self.layout.head_dim
         first = self.layout.groups[0].name
         rows = sum(matrix.rows for matrix in self.matrices if matrix.group == first)
         if self.scan is not None:

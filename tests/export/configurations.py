@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import (
     BloomConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -14,6 +16,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -51,6 +54,11 @@ EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok":
 HYBRID = {
     "head_dim": 32, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": 2,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
 }  # fmt: skip
 GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.05,
@@ -263,6 +271,17 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "minimax": lambda: llama(
         MiniMaxM2Config, head_dim=32, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64,
         rotary_dim=16, tie_word_embeddings=False,
+    ),
+    "glm4-flash": lambda: llama(Glm4MoeLiteConfig, **LATENT, num_experts_per_tok=2),
+    "deepseek-v2": lambda: llama(
+        DeepseekV2Config, **{**LATENT, "q_lora_rank": None}, num_experts_per_tok=2, first_k_dense_replace=1
+    ),
+    "deepseek-v3-yarn": lambda: llama(
+        DeepseekV3Config, **LATENT, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek-v3": lambda: llama(
+        DeepseekV3Config, **LATENT, num_experts_per_tok=2, first_k_dense_replace=1, n_group=2, topk_group=1
     ),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),

@@ -43,6 +43,7 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """Projections of the layers that hold several, by model type."""
 GATED: dict[str, tuple[str, ...]] = {"self_attn.q_proj": ("q_proj", "q_gate")}
 """Rows that are query and gate of a head in turn."""
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FUSED |= dict.fromkeys(HYBRIDS, GATED)
 HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != "q_proj"}
@@ -77,7 +78,11 @@ LAYERS |= {
         "glm4_moe": "shared_experts",
         "ernie4_5_moe": "shared_experts",
         "hunyuan_v1_moe": "shared_mlp",
+        **dict.fromkeys(LATENT, "shared_experts"),
     }.items()
 }
+LATENT_NAMES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+for kind in LATENT:
+    LAYERS[kind] |= {name: f"self_attn.{name}" for name in LATENT_NAMES}
 LAYERS |= dict.fromkeys(HYBRIDS, HYBRID_LAYERS)
 LAYERS["gemma4_text"] = LLAMA_LAYERS | {n: n for n in ("per_layer_input_gate", "per_layer_projection")}

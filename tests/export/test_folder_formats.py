@@ -77,6 +77,7 @@ def test_transformers_runs_compressed_tensors_exactly(
     [
         *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "qwen3-next"),
         *("glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe", "minimax"),
+        *("glm4-flash", "deepseek-v2", "deepseek-v3"),
     ],
 )
 def test_mixtures_of_experts_survive_compressed_tensors(name: str, known: MakeRun, tmp_path: Path) -> None:

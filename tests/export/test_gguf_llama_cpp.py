@@ -78,6 +78,10 @@ from tests.export.test_gguf_vocabulary import CHINESE, LLAMA_3, MARKS, O200K, SE
                 "hunyuan-moe",
                 "lfm2-moe",
                 "minimax",
+                "glm4-flash",
+                "deepseek-v2",
+                "deepseek-v3",
+                "deepseek-v3-yarn",
             )
         ),
     ],

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from transformers import (
     BloomConfig,
-    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -12,38 +11,28 @@ from transformers import (
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
     Glm4Config,
-    Glm4MoeConfig,
     GlmConfig,
-    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
-    HunYuanMoEV1Config,
     Lfm2Config,
-    Lfm2MoeConfig,
     LlamaConfig,
-    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
-    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
-    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 
+from tests.models.mixtures import MIXTURES
 from tests.models.parts import (
     ALPHA,
     BLOOM,
@@ -58,7 +47,6 @@ from tests.models.parts import (
     LLAMA,
     MAMBA,
     MIXED,
-    MOE,
     OPT,
     PLAIN,
     WINDOW,
@@ -218,81 +206,6 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "ernie4.5": lambda: config(Ernie4_5Config, LLAMA, {"head_dim": 8, "use_bias": True}),
     "hunyuan": lambda: config(HunYuanDenseV1Config, LLAMA, {"head_dim": 8, "rope_parameters": ALPHA}),
     "lfm2": lambda: config(Lfm2Config, LLAMA, {"num_key_value_heads": 4, "layer_types": CONVOLUTIONS}),
-    "qwen3-moe": lambda: config(Qwen3MoeConfig, LLAMA, MOE),
-    "qwen3-moe-dense-first": lambda: config(
-        Qwen3MoeConfig, LLAMA, MOE, {"mlp_only_layers": [0], "norm_topk_prob": True}
-    ),
-    "qwen2-moe": lambda: config(Qwen2MoeConfig, LLAMA, MOE, {"shared_expert_intermediate_size": 16}),
-    "qwen3-next": lambda: config(
-        Qwen3NextConfig, LLAMA, MOE, HYBRID, {"num_key_value_heads": 4, "shared_expert_intermediate_size": 16}
-    ),
     "qwen3.5": lambda: config(Qwen3_5TextConfig, LLAMA, HYBRID, {"tie_word_embeddings": True}),
-    "qwen3.5-moe": lambda: config(
-        Qwen3_5MoeTextConfig, LLAMA, MOE, HYBRID, {"shared_expert_intermediate_size": 16}
-    ),
-    "glm4-moe": lambda: config(
-        Glm4MoeConfig,
-        LLAMA,
-        {
-            "head_dim": 8,
-            "moe_intermediate_size": 12,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "routed_scaling_factor": 2.5,
-            "use_qk_norm": True,
-        },
-    ),
-    "ernie4.5-moe": lambda: config(
-        Ernie4_5_MoeConfig,
-        LLAMA,
-        {"moe_intermediate_size": 12, "moe_num_experts": 6, "moe_k": 2, "use_bias": True},
-    ),
-    "hunyuan-moe": lambda: config(
-        HunYuanMoEV1Config,
-        LLAMA,
-        {"head_dim": 8, "num_experts": 4, "moe_topk": [2, 1, 2], "rope_parameters": ALPHA},
-    ),
-    "lfm2-moe": lambda: config(
-        Lfm2MoeConfig,
-        LLAMA,
-        {
-            "num_key_value_heads": 4,
-            "layer_types": CONVOLUTIONS,
-            "moe_intermediate_size": 12,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "num_dense_layers": 1,
-        },
-    ),
-    "olmoe": lambda: config(
-        OlmoeConfig, LLAMA, PLAIN, {"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2}
-    ),
-    "minimax": lambda: config(
-        MiniMaxM2Config,
-        LLAMA,
-        {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 4},
-    ),
-    "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt-oss": lambda: config(
-        GptOssConfig,
-        LLAMA,
-        PLAIN,
-        {
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-            "layer_types": MIXED,
-            "swiglu_limit": 1.0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 4,
-                "truncate": False,
-            },
-        },
-    ),
+    **MIXTURES,
 }

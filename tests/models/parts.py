@@ -27,6 +27,11 @@ HYBRID = {
     "layer_types": ["full_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 
+LATENT = {
+    "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0}
 GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,

@@ -46,6 +46,15 @@ from tests.export.runs import CONFIGS
         ("hunyuan-moe", {"moe_topk": [8, 4]}, "moe_topk to several"),
         ("olmoe", {"num_key_value_heads": 2}, "an olmoe with grouped queries"),
         ("minimax", {"tie_word_embeddings": True}, "no minimax_m2 with tie_word_embeddings True"),
+        ("glm4-flash", {"rope_interleave": False}, "no glm4_moe_lite with rope_interleave False"),
+        ("glm4-flash", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types in others"),
+        ("glm4-flash", {"mlp_layer_types": ["dense"] * 2}, "llama.cpp has no glm4_moe_lite without experts"),
+        ("deepseek-v2", {"topk_method": "group_limited_greedy"}, "with topk_method group_limited_greedy"),
+        ("deepseek-v3", {"num_hidden_layers": 27}, "no q_lora_rank in a deepseek_v3 of 27 blocks"),
+        *(
+            ("deepseek-v3", {"rope_parameters": {**YARN, **mscales}}, "its factor alone")
+            for mscales in ({}, {"mscale": 1.0, "mscale_all_dim": 0.5})
+        ),
         ("granite4-moe", {"layer_types": ["full_attention"] * 2}, "and no Mamba blocks, config.json none"),
         *(
             ("lfm2", {"layer_types": [kind] * 3}, "a lfm2 without both convolutions and attention")

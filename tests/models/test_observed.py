@@ -9,7 +9,11 @@ from transformers import PreTrainedModel
 
 from aespa_pl.models import family_of
 from aespa_pl.models.observed import Attention
-from tests.models.examples import LENGTH, SINGLE, WINDOW, every_example, make_ids, make_model
+from tests.models.examples import EXAMPLES, LENGTH, SINGLE, WINDOW, make_ids, make_model
+
+LATENT = ("glm4-flash", "deepseek-v2", "deepseek-v3")
+"""Models whose attention is not observed."""
+observed_example = pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in LATENT])
 
 
 def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:
@@ -67,7 +71,7 @@ def explicit_probabilities(
     return scores.exp() / (scores.exp().sum(-1, keepdim=True) + math.exp(sink))
 
 
-@every_example
+@observed_example
 def test_observed_probabilities_are_the_librarys(name: str) -> None:
     model, ids = make_model(name), make_ids()
     seen = observe(model, ids)
@@ -78,7 +82,7 @@ def test_observed_probabilities_are_the_librarys(name: str) -> None:
         torch.testing.assert_close(attention.probabilities(), probabilities, **SINGLE, check_dtype=False)
 
 
-@every_example
+@observed_example
 def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> None:
     """The queries are free of 1 / sqrt(d_h); windows, ALiBi and the cap are in the probabilities."""
     model, ids = make_model(name), make_ids(1)
@@ -107,7 +111,7 @@ def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_example
+@observed_example
 def test_observed_block_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     """The walk counts on it: a replay, which observes nothing, gives the same hidden states."""
     model, ids = make_model(name, dtype), make_ids()

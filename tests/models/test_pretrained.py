@@ -46,7 +46,9 @@ def test_logits_of_several_shards_are_the_librarys(name: str, tmp_path: Path) ->
     torch.testing.assert_close(stream(tmp_path, ids), expected.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe", "minimax", "glm4-flash"]
+)
 def test_what_chooses_experts_is_float32_in_half_precision(name: str, tmp_path: Path) -> None:
     """A correction of 4 has steps of 0.03 in bfloat16, which is more than scores differ by."""
     pretrained = PretrainedFolder.open(save(make_model(name, torch.float32), tmp_path))

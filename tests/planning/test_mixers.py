@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteMoeHybridConfig
 
 from aespa_pl.models import family_of
 from aespa_pl.planning.shape import Shape
@@ -73,3 +73,24 @@ def test_a_scan_of_mamba_has_its_chunks_and_states_in_memory() -> None:
         with Peak() as peak:
             module(torch.randn(1, length, 256, requires_grad=True)).sum().backward()
         assert 0.85 < (peak.most / 4 - gradients) / (length * found.mixed(length)) < 1.05
+
+
+@pytest.mark.parametrize("value_size", [48, 32])
+def test_latent_attention_has_its_heads_in_memory_and_scores_where_values_have_another_size(
+    value_size: int,
+) -> None:
+    config = DeepseekV3Config(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=8, q_lora_rank=16, kv_lora_rank=16,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=value_size, num_hidden_layers=1, vocab_size=64,
+        intermediate_size=8, first_k_dense_replace=1, n_routed_experts=8,
+    )  # fmt: skip
+    model, family, length = AutoModelForCausalLM.from_config(config), family_of(config), 96
+    found = Shape.of(config, family.layouts(config))
+    scores = 3 * 8 * length if found.forms_probabilities else 0
+    assert (scores > 0) == (value_size != 48)
+    hidden = torch.randn(1, length, 64, requires_grad=True)
+    arguments = family.arguments(model, hidden)
+    with Peak() as peak:
+        family.run_block(model.get_submodule("model.layers")[0], hidden, arguments).sum().backward()
+    numbers = peak.most / 4 - found.block_weights  # gradients
+    assert 0.6 < numbers / (length * (found.mixed(length) + scores)) < 1.05

@@ -10,7 +10,7 @@ STRUCTURES = [
     "granite", "smollm3", "ministral3", "phi3", "gemma2", "gemma3", "olmo3", "exaone4", "seed-oss",
     "glm", "glm4", "ernie4.5", "hunyuan", "lfm2", "glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe",
     "granite4", "granite4-dense", "granite4-moe", "gemma4", "gemma4-full", "gemma4-moe",
-    "gemma4-small", "granite-moe", "olmoe", "minimax",
+    "gemma4-small", "granite-moe", "olmoe", "minimax", "glm4-flash", "deepseek-v2", "deepseek-v3",
 ]  # fmt: skip
 
 
