@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import aespa_pl
-from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_evaluation, check_length, evaluation_length
 from aespa_pl.commands.output import store
@@ -28,7 +27,6 @@ from aespa_pl.evaluation.perplexity import (
     tokens_of,
     whole_perplexity,
 )
-from aespa_pl.evaluation.size import bits_per_weight, packed_bits, projection_weights
 from aespa_pl.evaluation.table import rules_of
 from aespa_pl.evaluation.tasks import (
     Tasks,
@@ -40,7 +38,7 @@ from aespa_pl.evaluation.tasks import (
     unpacked_config,
 )
 from aespa_pl.models import family_of
-from aespa_pl.models.headers import read_header, shards
+from aespa_pl.models.headers import shards
 from aespa_pl.models.multimodal import MULTIMODAL
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
@@ -52,6 +50,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
+from aespa_pl.sizing.matrices import packed_bits
 from aespa_pl.storage.cache import keep, recalled
 from aespa_pl.storage.files import checksum_of
 
@@ -88,7 +87,7 @@ def test(
         chosen = find_tasks(tasks)
     nearest = ["nearest"] if tasks.tasks and job.data.evaluation.round_to_nearest else []
     kinds = ["original", *nearest, "quantized"]
-    metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds), "tokens": tokens_of(texts)}
+    metrics: dict[str, Any] = {"size": model_sizes(job, kinds), "tokens": tokens_of(texts)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
     if tasks.kld:
@@ -117,23 +116,22 @@ def measure_divergence(
     return {"quantized": {name: asdict(each) for name, each in divergences.items()}}
 
 
-def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, float]]:
+def model_sizes(job: Job, kinds: list[str]) -> dict[str, dict[str, float]]:
     """Return ``bits_per_weight`` (of quantized projections) and ``bytes`` of each kind of model, packed."""
-    shapes = {
-        f"{index}.{name}": tensor.shape
-        for index in run.blocks
-        for name, tensor in read_header(run.block_file(index)).items()
-    }
-    stored = {tensor.file: tensor.file.stat().st_size for tensor in job.pretrained.tensors.values()}
-    settings = job.quantization
-    packed = bits_per_weight(shapes, settings.bits_for, symmetric=settings.symmetric)
-    weights, names = projection_weights(shapes), {}
-    total = packed * weights
-    if run.stem_file.is_file():
-        ends = job.pretrained.embeddings().items()
-        names = {name: settings.types[part] for part, name in ends if part in settings.types}
-        stem = {name: tensor.shape for name, tensor in read_header(run.stem_file).items()}
-        total += packed_bits(stem, lambda name: TYPES[names[name]].bits)
+    tensors, settings = job.pretrained.tensors, job.quantization
+    stored = {tensor.file: tensor.file.stat().st_size for tensor in tensors.values()}
+    weights, total = 0, 0.0
+    for index, block in enumerate(job.shape.of_blocks):
+        for name, matrix in block.items():
+            kind = settings.type_for(index, name) or str(settings.bits_for(index, name))
+            weights += matrix.size
+            total += packed_bits(matrix.size, matrix.columns, kind, settings)
+    packed = total / weights
+    ends = job.pretrained.embeddings().items()
+    names = {name: settings.types[part] for part, name in ends if part in settings.types}
+    for name, kind in names.items():
+        rows, columns = tensors[name].shape
+        total += packed_bits(rows * columns, columns, kind, settings)
     small = job.pretrained.bytes_beside(weights, names) + round(total / 8)
     bits = 8.0 * job.pretrained.dtype.itemsize
     whole = job.pretrained.whole is not None  # whose files have other parts as well

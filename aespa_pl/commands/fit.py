@@ -95,7 +95,7 @@ def fit(
                 **phase_seconds(run),
             },
             "peak_bytes": peak_bytes(job.device),
-            "size": model_sizes(job, run, ["original", "quantized"]),
+            "size": model_sizes(job, ["original", "quantized"]),
             "tokens": tokens_of(texts),
         }
         if texts and job.quantization.target is not None:  # beside what was predicted

@@ -5,7 +5,7 @@ router gives them. The router keeps its precision. Some add the output of a shar
 multiplies it by the sigmoid of a linear layer with one output, which keeps its precision as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,9 @@ from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, Inpu
 from aespa_pl.models.lfm2 import Lfm2Family
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.relatives import ErnieFamily, HunyuanFamily
+
+W123 = {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
+"""Names that some files have for the matrices of an expert."""
 
 
 class MixtureFamily(LlamaFamily):
@@ -37,6 +40,9 @@ class MixtureFamily(LlamaFamily):
     """Whether files have all experts of a block in one tensor; else those that do are read as well."""
     linear_in_up: ClassVar = True
     """Whether a factor of an output of up is one of an input of down."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """What parts of the names of tensors are in files, where they are others."""
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
         """Return whether a block has experts; the others, often the first, are dense."""
@@ -98,9 +104,13 @@ class MixtureFamily(LlamaFamily):
             yield InputGroup(f"{name}_hidden", (down,), rows)
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the tensor's own name, and that of the tensor of all experts."""
-        whole = self.fused.places(name)
-        return whole if whole and self.joins_experts else ((name, None), *whole)
+        """Return the tensor's name in files, its own, and that of the tensor of all experts."""
+        whole, place = self.fused.places(name), name
+        if whole and self.joins_experts:
+            return whole
+        for part, other in self.renamed.items():
+            place = place.replace(part, other)
+        return (*((each, None) for each in dict.fromkeys((place, name))), *whole)
 
     def unfuse(self, model: PreTrainedModel) -> None:
         """Give every expert linear layers of its own."""
@@ -174,6 +184,7 @@ class ErnieMoeFamily(MixtureFamily, ErnieFamily):
     model_types = ("ernie4_5_moe",)
     shared = "shared_experts"
     exact = ("e_score_correction_bias", "mlp.gate.weight")
+    renamed: ClassVar = {".gate.moe_statics.": ".moe_statics."}
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
         """Return whether a block has experts; the last may be dense as well, and some between."""
@@ -183,11 +194,6 @@ class ErnieMoeFamily(MixtureFamily, ErnieFamily):
     def has_shared(self, config: PreTrainedConfig) -> bool:
         """Return whether blocks with experts have a shared one; several are one matrix."""
         return bool(config.moe_num_shared_experts)
-
-    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the names in files."""
-        place = name.replace(".gate.moe_statics.", ".moe_statics.")
-        return ((place, None), *super().places(name))
 
 
 class HunyuanMoeFamily(MixtureFamily, HunyuanFamily):
@@ -207,14 +213,7 @@ class Lfm2MoeFamily(MixtureFamily, Lfm2Family):
     model_types = ("lfm2_moe",)
     rotary = "pos_emb"
     exact = ("expert_bias",)
-
-    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the names in files, which are w1, w3 and w2 in experts too."""
-        if not (fused := self.fused.places(name)):
-            return ((name, None),)
-        for kind, place in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-            name = name.replace(f".{kind}_proj.", f".{place}.")
-        return ((name, None), *fused)
+    renamed: ClassVar = W123
 
 
 class MixtralFamily(MixtureFamily):
@@ -222,15 +221,7 @@ class MixtralFamily(MixtureFamily):
 
     title = "Mixtral"
     model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
-
-    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
-        """Return the names in files."""
-        place = name.replace(".mlp.", ".block_sparse_moe.")
-        if not (fused := self.fused.places(name)):
-            return ((place, None), (name, None))
-        for layer, number in (("gate", 1), ("down", 2), ("up", 3)):
-            place = place.replace(f".{layer}_proj.", f".w{number}.")
-        return ((place, None), *fused)
+    renamed: ClassVar = {".mlp.": ".block_sparse_moe.", **W123}
 
 
 class MiniMaxFamily(MixtralFamily):

@@ -3,6 +3,7 @@
 A candidate is a block type of llama.cpp, or the bits of uniform grids.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, end_loss
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.size import scale_bits
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, padded
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.streamed import StreamedModel
@@ -31,6 +31,8 @@ ROWS = 256
 """Rows of a matrix that are rounded for the prediction; they stand for all."""
 SEED = 0
 """Seed of the labels."""
+SCALE_BITS = 16
+"""Scales of uniform grids are float16; a zero point, which symmetric ones don't have, has a weight's bits."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,14 @@ def fitting_types(columns: int) -> tuple[str, ...]:
     """Return the block types for a row of so many columns, of which each is a candidate."""
     types = WIDE if TYPES[WIDE[0]].fits(columns) else NARROW
     return tuple(kind for kind in types if TYPES[kind].fits(columns))
+
+
+def packed_bits(weights: int, columns: int, kind: str, settings: QuantizationSettings) -> float:
+    """Return the bits of a matrix with its scales and zero points, given its block type or its bits."""
+    if kind in BLOCK_TYPES:
+        return weights * BLOCK_TYPES[kind].bits
+    of_group = SCALE_BITS + (0 if settings.symmetric else int(kind))
+    return weights * int(kind) + weights // (settings.group_size or columns) * of_group
 
 
 def typed_matrices(
@@ -79,10 +89,8 @@ def uniform_matrices(
     """Return the matrices of the blocks with each number of bits; arguments as above."""
 
     def sized(keys: tuple[str, ...], rows: int, columns: int) -> SizedMatrix:
-        grids = rows * columns // (settings.group_size or columns)
         bits = _fixed(keys, fixed) or BITS
-        each = {b: scale_bits(int(b), symmetric=settings.symmetric) for b in bits}
-        costs = {b: (rows * columns * int(b) + grids * each[b] + 7) // 8 for b in bits}
+        costs = {b: math.ceil(packed_bits(rows * columns, columns, b, settings) / 8) for b in bits}
         return SizedMatrix(keys, rows * columns, costs)
 
     return [sized(*each) for each in _in_blocks(layouts, shape)]

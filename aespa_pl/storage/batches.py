@@ -2,8 +2,10 @@
 
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -104,21 +106,8 @@ Matrices = Tensor | MatricesOnDisk
 """Matrices ``[heads, d, d]``, in memory or on disk; both have ``len`` and slices of heads."""
 
 
-class NamedMatrices(Mapping[str, Tensor]):
-    """Reads one matrix by its name whenever it is asked for."""
-
-    def __init__(self, stored: Mapping[str, Matrices]) -> None:
-        self._stored = stored
+class NamedMatrices(UserDict[str, Any]):
+    """Reads one of ``Matrices`` by its name whenever it is asked for, and none where a name is looked for."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._stored[name][:][0]
-
-    def __contains__(self, name: object) -> bool:
-        """Tell whether there is a matrix of this name, without reading it."""
-        return name in self._stored
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
+        return cast(Tensor, self.data[name][:][0])

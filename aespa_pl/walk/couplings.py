@@ -5,7 +5,6 @@ Their matrices wait in the run's folder, in half precision. A run that is contin
 them again where some are missing.
 """
 
-import shutil
 from collections.abc import Collection
 
 import torch
@@ -46,13 +45,3 @@ def read(context: Context, index: int) -> dict[str, Tensor]:
     if wrong := [name for name, G in stored.items() if not G.isfinite().all()]:
         raise UserError(f"{file} is damaged ({', '.join(wrong)}): remove it, and continue the run")
     return {name: damped(G.to(context.device, torch.float32), DAMPING) for name, G in stored.items()}
-
-
-def forget(context: Context, index: int) -> None:
-    """Remove the matrices of a block that is complete."""
-    context.run.coupling_file(index).unlink(missing_ok=True)
-
-
-def forget_all(context: Context) -> None:
-    """Remove what a process that was killed may have left."""
-    shutil.rmtree(context.run.couplings_folder, ignore_errors=True)

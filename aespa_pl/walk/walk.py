@@ -1,6 +1,7 @@
 """Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -72,7 +73,7 @@ class Walk:
         if world.is_first:
             if self.model_tuner is not None:
                 self.model_tuner.rewrite()
-            couplings.forget_all(self.context)
+            shutil.rmtree(run.couplings_folder, ignore_errors=True)
             pretrained = self.context.source.pretrained
             self.writer.finish(pretrained.folder, pretrained.own_files)
             run.forget_checkpoint()
@@ -133,7 +134,7 @@ class Walk:
             files = (run.block_file(index), self.writer.block_file(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
             if context.world.is_first:
-                couplings.forget(context, index)
+                run.coupling_file(index).unlink(missing_ok=True)
             self._tell_of_block(index, found, seconds)
             if not more:
                 return

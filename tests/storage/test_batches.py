@@ -68,6 +68,6 @@ def test_names_of_matrices_are_known_without_reading_one() -> None:
         def __getitem__(self, _: Any) -> Any:
             raise AssertionError("read")
 
-    matrices = NamedMatrices({"here": Unreadable()})  # type: ignore[dict-item]
+    matrices = NamedMatrices({"here": Unreadable()})
     assert "here" in matrices
     assert "elsewhere" not in matrices
