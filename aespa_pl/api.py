@@ -29,6 +29,7 @@ from aespa_pl.in_memory import keep_model, kept, token_ids
 from aespa_pl.paths import expanded
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
+from aespa_pl.run.find import refuse_smoke_test
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.settings import SECTIONS, DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import write_tensors, write_text
@@ -76,6 +77,7 @@ class QuantizedRun:
         return AutoTokenizer.from_pretrained(self._model_folder())
 
     def _model_folder(self) -> Path:
+        refuse_smoke_test(self.folder)
         if not (folder := self.folder / "model").is_dir():
             raise UserError(
                 f"{folder} is gone: aespa_pl.resume({str(self.folder)!r}) makes a lost model again"

@@ -26,6 +26,8 @@ def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
         raise UserError("tokenizer is missing: give that of the model, because the run is stored with it")
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError("model has weights on the meta device: load it whole, or give its name or folder")
+    if any(".base_layer." in name for name, _ in model.named_parameters()):
+        raise UserError("model has adapters: give what their merge_and_unload() returns")
 
     def write(made: Path) -> None:
         try:

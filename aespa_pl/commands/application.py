@@ -17,19 +17,20 @@ from rich.table import Table
 
 from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.arguments import Arguments, Option
-from aespa_pl.commands.effect import refuse_other_quantization, without_effect
+from aespa_pl.commands.effect import refuse_beside_packed, refuse_other_quantization, without_effect
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import check_evaluation, shortages, tuning_shortages
 from aespa_pl.commands.output import CELL, print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
-from aespa_pl.commands.trainers import BlockTrainers, check_tuning, chosen_loggers, first_trainer
+from aespa_pl.commands.trainer_limits import check_tuning
+from aespa_pl.commands.trainers import BlockTrainers, chosen_loggers, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
-from aespa_pl.models.hub import here
+from aespa_pl.models.hub import here, is_local
 from aespa_pl.paths import expanded
 from aespa_pl.planning.estimate import needs_of, product_rate, rows_of
 from aespa_pl.planning.shape import Devices, Setup
@@ -77,7 +78,10 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     with WalkProgress(console, terse=CELL in os.environ) as progress:
         if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
-        if resume in (None, LAST) and (idle := without_effect(parsed.arguments, job.quantization)):
+        local = is_local(job.model.pretrained)
+        if resume in (None, LAST) and (
+            idle := without_effect(parsed.arguments, job.quantization, local=local)
+        ):
             progress.say(idle)
         if job.quantization.target is not None and resume in (None, LAST):
             world.from_first(partial(_check_inputs, job, job.setup(devices)))
@@ -158,6 +162,7 @@ def _test(parsed: AespaCLI) -> None:
     trainer, console, model = first_trainer(parsed), PlainConsole(), parsed.settings.model
     device = trainer.strategy.root_device
     if (exported := evaluate.quantized_folder(model)) is not None:
+        refuse_beside_packed(parsed.arguments, exported)
         metrics = evaluate.measure_exported(exported, model, parsed.settings.data, parsed.tasks, device)
         print_results(console, metrics, exported.name)
         return

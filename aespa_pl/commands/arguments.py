@@ -198,7 +198,8 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     name = arguments.setting("output.name", default.name if has_settings else "")
     if which == "null" and command == "test":
         which = LAST
-    is_new = which == LAST and has_settings and last_run(runs, name) is None
+    smoke = arguments.setting("trainer.fast_dev_run", "false") not in ("false", "null", "0")
+    is_new = which == LAST and has_settings and (smoke or last_run(runs, name) is None)
     if which == "null" or is_new:
         return arguments
     folder = find_run(which, runs, name)

@@ -24,7 +24,8 @@ from aespa_pl.commands.job import checked, find_model
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table, quiet
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.trainers import check_tuning, first_trainer
+from aespa_pl.commands.trainer_limits import check_tuning
+from aespa_pl.commands.trainers import first_trainer
 from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text, is_file
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.extras import install_command

@@ -1,6 +1,7 @@
 """Find the keys of a command line that would do nothing, and that a user therefore means otherwise."""
 
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from aespa_pl.commands.arguments import Arguments
@@ -31,10 +32,19 @@ def refuse_other_quantization(given: Arguments, asked: QuantizationSettings, run
         )
 
 
-def without_effect(given: Arguments, settings: QuantizationSettings) -> str:
+def refuse_beside_packed(given: Arguments, folder: Path) -> None:
+    """Raise UserError where the command line asks for a quantization of a packed model, which has its own."""
+    if others := [key for key in _typed(given) if key.startswith(SECTION)]:
+        raise UserError(
+            f"{', '.join(others)}: model.pretrained is the packed model {folder}, measured as it is: "
+            "leave them out"
+        )
+
+
+def without_effect(given: Arguments, settings: QuantizationSettings, *, local: bool = False) -> str:
     """Return in one line which keys of the command line, of steps that are not done, have no effect.
 
-    A configuration may have them: it is laid over several methods.
+    A configuration may have them: it is laid over several methods. Nor has a revision of a ``local`` model.
     """
     idle: dict[str, list[str]] = {}
     for key in _typed(given):
@@ -43,7 +53,10 @@ def without_effect(given: Arguments, settings: QuantizationSettings) -> str:
         if not is_done and not key.endswith(SWITCHES):
             idle.setdefault(words, []).append(key)
     said = [f"{', '.join(k)} {'has' if len(k) == 1 else 'have'} no effect: {w}" for w, k in idle.items()]
-    return f"{'; '.join(said)} (method {settings.method})" if said else ""
+    text = [f"{'; '.join(said)} (method {settings.method})"] if said else []
+    if local and "model.revision" in _typed(given):
+        text.append("model.revision has no effect: model.pretrained is no name on the hub")
+    return "; ".join(text)
 
 
 def _steps(settings: QuantizationSettings) -> dict[str, tuple[bool, str]]:

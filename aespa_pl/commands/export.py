@@ -24,6 +24,7 @@ from aespa_pl.export.format import ClassSize, Format, FormatName, make_format, p
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
+from aespa_pl.models.hub import HUB_NAME
 from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.run.find import LAST, find_run, refuse_smoke_test
@@ -96,6 +97,8 @@ def export(
     files = {tensor.file for tensor in model.pretrained.tensors.values()}
     check_space(target, sum(file.stat().st_size for file in files), "choose another folder with --output")
     if push_to_hub is not None:
+        if not HUB_NAME.fullmatch(push_to_hub):
+            raise UserError(f"--push_to_hub is {push_to_hub}: expected a name on the hub such as org/name")
         try:
             HfApi().whoami()
         except Exception as error:  # which class that is depends on the HTTP library under the client
@@ -177,7 +180,7 @@ def push(folder: Path, name: str) -> None:
     except Exception as error:  # which class that is depends on the HTTP library under the client
         raise UserError(
             f"--push_to_hub: {name} cannot be uploaded ({error}). The export is complete in {folder}: "
-            f"hf upload {name} {shlex.quote(str(folder))}"
+            f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
         ) from error
 
 

@@ -67,7 +67,7 @@ def report(
         raise UserError(f"--output: {target} is a file: name a folder")
     stored = read_runs(folders)
     drawn = sections(stored)
-    with disk_errors(target):
+    with disk_errors(target, "choose another folder with --output"):
         target.mkdir(parents=True, exist_ok=True)
     page = target / "report.html"
     write_text(page, render(stored, drawn))

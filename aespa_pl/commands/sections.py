@@ -206,6 +206,8 @@ def _value_refused(error: ArgumentError) -> str:
             "such as my_module.MyClass, with the folder of my_module.py in the environment variable "
             "PYTHONPATH"
         )
+    if missing := re.search(r"arguments are required: ([\w, ]+)", cause):
+        advice = f"give {' and '.join(f'--{key[1]}.{each}' for each in missing[1].split(', '))} as well"
     return f"{key[1]} can't have this value ({cause}): {advice}"
 
 

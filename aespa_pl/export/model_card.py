@@ -124,7 +124,8 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
 
 def _commands(model: QuantizedModel, command: str) -> str:
     """Return the settings and the commands; folders of this machine mean nothing to others."""
-    data, held_out = model.settings.data.calibration, model.settings.data.evaluation
+    given = model.settings.data
+    data, held_out = given.calibration, given.evaluation
     origin, texts = model.settings.model, [_public_name(text) for text in held_out.names]
     settings = {
         "model": {"revision": origin.revision, "dtype": origin.dtype},
@@ -132,6 +133,8 @@ def _commands(model: QuantizedModel, command: str) -> str:
         "data": {
             "calibration": {**asdict(data), "source": public_source(data.source)},
             "evaluation": {**asdict(held_out), "texts": texts},
+            "bos": given.bos,
+            "batch_size": given.batch_size,
         },
     }
     text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only

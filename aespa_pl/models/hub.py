@@ -68,6 +68,11 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
     return _from_hub(pretrained, revision, weights=weights)
 
 
+def is_local(pretrained: str) -> bool:
+    """Return whether a model lies in a folder, or in this package."""
+    return pretrained.startswith(EMBEDDED) or expanded(pretrained).is_dir()
+
+
 def here(pretrained: str, revision: str | None = None) -> Path | None:
     """Return the folder with a model's config.json, None where it would have to be downloaded."""
     if HUB_NAME.fullmatch(pretrained) and not Path(pretrained).exists():

@@ -95,10 +95,11 @@ class RunFolder:
 @contextmanager
 def locked(folder: Path, advice: str) -> Iterator[None]:
     """Keep other processes off a folder. Raises UserError where one has it; a dead one's lock is free."""
-    try:
-        held = FileLock(folder / "lock").acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(f"{folder} is in use by another process: wait for it, or {advice}") from error
+    with disk_errors(folder):
+        try:
+            held = FileLock(folder / "lock").acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(f"{folder} is in use by another process: wait for it, or {advice}") from error
     with held:
         yield
 

@@ -160,6 +160,14 @@ def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> No
         keep_model(tmp_path, model, tokenizer())
 
 
+def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=16, num_hidden_layers=1))
+    attention: Any = model.model.layers[0].self_attn
+    attention.q_proj = torch.nn.ModuleDict({"base_layer": attention.q_proj})  # as peft has it
+    with pytest.raises(aespa_pl.UserError, match=r"has adapters: give what their merge_and_unload\(\) ret"):
+        keep_model(tmp_path, model, tokenizer())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

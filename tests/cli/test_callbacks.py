@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from aespa_pl import QuantizedRun, UserError
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
 from tests.forks import Forks
 
@@ -67,8 +68,18 @@ def test_fast_dev_run_is_a_smoke_test(aespa: CommandLine, model: Path) -> None:
         assert re.search(
             r"is a smoke test \(trainer\.fast_dev_run\), which has no model: run fit without", err
         )
+    with pytest.raises(UserError, match="is a smoke test"):
+        QuantizedRun(run, {}).model()
     status, _, err = aespa("test", *LAST)
     assert (status, "there is no run in lightning_logs" in err) == (2, True)
+
+
+def test_a_smoke_test_does_not_go_on_with_the_run_of_its_name(aespa: CommandLine, model: Path) -> None:
+    words = ("fit", *small(model), *NO_TEXTS, "--quantization.method", "rtn")
+    assert aespa(*words)[0] == 0
+    status, out, err = aespa(*words, "--trainer.fast_dev_run", "true", *LAST)
+    assert (status, err) == (0, "")
+    assert Path(out.splitlines()[-1]).parent.name == "aespa_smoke_test"
 
 
 def test_callback_that_ends_the_learning_is_named(aespa: CommandLine, model: Path) -> None:

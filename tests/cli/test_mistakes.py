@@ -126,6 +126,7 @@ DECIDED = (
         ),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu"),
         (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
+        (["--trainer.logger", "CSVLogger"], r"required: save_dir\): give --trainer.logger.save_dir as well"),
         (["--trainer.callbacks+", "RichProgressBar"], r"trainer\.callbacks has RichProgressBar: remove it"),
         (
             [
@@ -139,6 +140,14 @@ DECIDED = (
         (
             ["--trainer.callbacks+", "LearningRateFinder"],
             r"trainer\.callbacks has LearningRateFinder: remove it",
+        ),
+        (
+            ["--trainer.callbacks+", "LearningRateMonitor", "--trainer.logger", "false"],
+            r"trainer\.callbacks has LearningRateMonitor, which needs a logger: leave trainer\.logger out",
+        ),
+        (
+            ["--trainer.callbacks+", "ModelCheckpoint", "--trainer.callbacks.monitor", "val_loss"],
+            r"ModelCheckpoint, whose monitor is val_loss, which no training here logs: the names begin with",
         ),
         (["--trainer.callbacks+", "Timer"], r"can't be saved .*Interval\.step.*: give it as a text"),
     ],
@@ -207,6 +216,9 @@ def test_packed_model_without_texts_or_tasks_is_refused(aespa: CommandLine, mode
     status, _, err = aespa("test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu", *NO_TEXTS)
     assert (status, err.count("\n")) == (2, 1)
     assert "data.evaluation.texts is empty: name at least one text, or tasks with --tasks" in err
+    status, _, err = aespa("test", "--model.pretrained", "packed", "--quantization.bits", 7)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "quantization.bits: model.pretrained is the packed model packed, measured as it is: leave" in err
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: 
         "| original | 25.730 |",
         "| quantized | 31.134 |",
         "  group_size: 32\n",
+        "  bos: ",
         "aespa-pl fit --config settings.yaml --model.pretrained original\n",
         "aespa-pl export last --format compressed-tensors\n",
         "transformers (transformers 5",

@@ -60,6 +60,15 @@ def test_upload_that_fails_leaves_the_folder(
     assert (out / "model.gguf").is_file()
 
 
+def test_a_name_that_the_hub_has_not_is_refused_before_anything_is_written(
+    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "HfApi", Hub)
+    with pytest.raises(UserError, match=r"--push_to_hub is me/my model!: expected a name on the hub"):
+        export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), push_to_hub="me/my model!")
+    assert not (tmp_path / "out").exists()
+
+
 def test_push_without_login_is_refused_before_anything_is_written(
     fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
