@@ -113,13 +113,23 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
         source = ", ".join(f"{name} ({proportion:g})" for name, proportion in source.items())
     types = {part: model.stem_type(name) for part, name in model.parts.items()}
     typed = [f"{part} in {kind}" for part, kind in types.items() if kind is not None]
-    kept = ", ".join([*(part for part, kind in types.items() if kind is None), "norms"])
-    others = "; ".join([*typed, chosen.rounded(model) or f"not quantized: {kept}"])
+    rounded = chosen.rounded(model)
+    ends = [part for part, kind in types.items() if kind is None and rounded is None]
+    kept = ", ".join([*ends, *_kept(model), "norms"])
+    others = "; ".join([*typed, *([rounded] if rounded else []), f"not quantized: {kept}"])
     calibrated = ""
     if method != "rtn":  # which looks at no text
         length = data.segment_length or model.family.positions(model.pretrained.config)
         calibrated = f" calibrated on {data.segments} segments of {length} tokens of {markdown(source)};"
     return f"{method}: {model.granularity};{calibrated} {others}."
+
+
+def _kept(model: QuantizedModel) -> list[str]:
+    """Return the matrices of blocks that are not quantized, such as routers, by the ends of their names."""
+    tensors, blocks = model.pretrained.tensors, range(model.block_count)
+    names = (name for index in blocks for name in model.pretrained.block_names(index))
+    kept = (name for name in names if len(tensors[name].shape) > 1 and name not in model.matrices)
+    return list(dict.fromkeys(".".join(name.removesuffix(".weight").split(".")[-2:]) for name in kept))
 
 
 def _commands(model: QuantizedModel, command: str) -> str:

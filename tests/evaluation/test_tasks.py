@@ -208,7 +208,7 @@ MEANS = "aggregate_metric_list: [{metric: acc, aggregation: mean}]"
 @foreign_warnings
 def test_a_group_is_measured_by_its_mean_alone(task: str) -> None:
     group = Path(task).with_name("group.yaml")
-    settings = TaskSettings([task, "tiny_group_of_this_test"])
+    settings = TaskSettings([task, str(group)])
     group.write_text(GROUP.format(means=MEANS))
     assert find_tasks(settings).names[1] == "tiny_group_of_this_test"
     group.write_text(GROUP.format(means=""))

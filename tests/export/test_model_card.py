@@ -12,6 +12,7 @@ from aespa_pl.commands.export import export
 from aespa_pl.export.model_card import public_source
 from aespa_pl.run.journal import Run
 from tests.edited import edited
+from tests.export.conftest import MakeRun
 from tests.export.folders import card
 from tests.export.runs import Known
 
@@ -161,3 +162,12 @@ def test_a_run_that_needs_no_text_names_none(fresh: Known) -> None:
     text = card_of(fresh)
     assert "rtn: 4 bits, groups of 32, asymmetric; not quantized: embedding" in text
     assert "\nmodel:\n  dtype: bfloat16\n  revision: null\n" in text
+
+
+def test_matrices_of_blocks_that_keep_their_weights_are_named(known: MakeRun) -> None:
+    for name, kept in (
+        ("glm4-flash", "embedding, head, self_attn.kv_b_proj, mlp.gate, norms."),
+        ("qwen3.5", "embedding, linear_attn.conv1d, linear_attn.in_proj_b, linear_attn.in_proj_a, norms."),
+        ("llama", "embedding, norms."),
+    ):
+        assert f"not quantized: {kept}" in card_of(known(name, 4, 32))
