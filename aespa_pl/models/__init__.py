@@ -57,7 +57,7 @@ MISSING = {
     "exaone4_5": "its image encoder",
     "olmo_hybrid": "linear attention",
     "granitemoeshared": "its shared expert",
-    **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe"), "its image encoder"),
+    **dict.fromkeys(("ernie4_5_vl_moe", "glm4v", "glm4v_moe", "qwen3_vl_moe"), "its image encoder"),
 }
 """Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""
 

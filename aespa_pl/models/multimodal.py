@@ -1,5 +1,6 @@
 """Take the text model out of a multimodal one, such as Gemma 3 4B: its configuration, its names in files."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,9 +13,12 @@ from aespa_pl.storage.files import read_json
 
 Value = TypeVar("Value")
 
+ONE_POSITION = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""The ``model_type`` that text models of some wholes have when they are alone. Each token has three positions
+in the whole, which are the same in text."""
 MULTIMODAL = (
     "gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "qwen3_5_moe", "lfm2_vl", "smolvlm",
-    "internvl",
+    "internvl", *ONE_POSITION,
 )  # fmt: skip
 """The ``model_type`` values whose text model runs on text as the whole model does; ``text_config`` has it."""
 PREFIXES = {
@@ -29,6 +33,8 @@ TEXT, CLASS = "text_config", "tokenizer_class"
 TIED, PACKED, TYPE = "tie_word_embeddings", "quantization_config", "dtype"
 SHARED = (TYPE, "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
 """What config.json may state of the whole that holds for the text model."""
+OF_CLASS = ("model_type", "architectures", "transformers_version")
+"""What a configuration states of its class."""
 
 
 def whole_type(folder: Path) -> str | None:
@@ -46,6 +52,11 @@ def text_config(folder: Path) -> PreTrainedConfig:
     if config.model_type not in MULTIMODAL:
         return config
     text, content = cast(PreTrainedConfig, config.get_text_config(decoder=True)), read_json(folder / CONFIG)
+    if (kind := ONE_POSITION.get(config.model_type)) is not None:
+        of_whole = {name: value for name, value in text.to_dict().items() if name not in OF_CLASS}
+        rope = of_whole["rope_parameters"].items()
+        of_one = {name: value for name, value in rope if not name.startswith(("mrope", "type"))}
+        text = AutoConfig.for_model(kind, **of_whole | {"rope_parameters": of_one})
     if TIED in content:
         text.tie_word_embeddings = content[TIED]
     for name in (TYPE, PACKED):
@@ -63,6 +74,8 @@ def text_files(
     """
     content = read_json(folder / CONFIG)
     text: dict[str, Any] = content.get(TEXT) or {}
+    if content["model_type"] in ONE_POSITION:
+        text = json.loads(config.to_json_string())
     architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     own = {"architectures": architectures, "model_type": config.model_type, TIED: config.tie_word_embeddings}
     files = {CONFIG: text | {key: content[key] for key in SHARED if content.get(key) is not None} | own}

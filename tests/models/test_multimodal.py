@@ -20,7 +20,7 @@ from aespa_pl.commands.evaluate import quantized_folder
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.tasks import load_whole
 from aespa_pl.models.headers import read_config
-from aespa_pl.models.multimodal import CONFIG, MULTIMODAL, TOKENIZER
+from aespa_pl.models.multimodal import CONFIG, MULTIMODAL, ONE_POSITION, TOKENIZER
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.settings import ModelSettings
@@ -36,6 +36,8 @@ OF_GEMMA4 = {**ENCODER, **SIDES, "head_dim": 8, "global_head_dim": 8, "num_key_v
 OF_UNIFIED = {
     "patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "num_soft_tokens": 4, "output_proj_dims": 16,
 }  # fmt: skip
+OF_QWEN2 = {"depth": 1, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "patch_size": 4}
+OF_QWEN2_5 = {**OF_QWEN, "fullatt_block_indexes": [0]}
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3", "gemma3", {**ENCODER, **SIDES}),
     "gemma4": ("gemma4", "gemma4-moe", OF_GEMMA4),
@@ -49,6 +51,9 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3.5-moe", OF_QWEN),
     "lfm2_vl": ("lfm2_vl", "lfm2", {"model_type": "siglip2_vision_model", **ENCODER, "patch_size": 4}),
     "smolvlm": ("smolvlm", "llama", {**ENCODER, **SIDES}),
+    "qwen2_vl": ("qwen2_vl", "qwen2", OF_QWEN2),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2", OF_QWEN2_5),
+    "qwen3_vl": ("qwen3_vl", "qwen3", OF_QWEN),
     "internvl": ("internvl", "qwen2", {**ENCODER, "image_size": [16, 16], "patch_size": [4, 4]}),
 }  # fmt: skip
 """Multimodal models: their type, the example that is their text model, the encoder."""
@@ -57,7 +62,11 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def make_whole(name: str, **options: Any) -> PreTrainedModel:
     """Return a tiny multimodal model with random weights."""
     kind, text, encoder = WHOLES[name]
-    parts = {"text_config": EXAMPLES[text]().to_dict(), "vision_config": encoder}
+    of_text = EXAMPLES[text]().to_dict()
+    if kind in ONE_POSITION:  # of the columns of a half, so many turn with time, height and width
+        others = of_text.get("head_dim", 6) // 2 - 2
+        of_text["rope_parameters"]["mrope_section"] = [others, 1, 1]
+    parts = {"text_config": of_text, "vision_config": encoder}
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **parts, **options))
     for parameter in model.requires_grad_(requires_grad=False).parameters():
         noise = torch.randn_like(parameter)
