@@ -98,10 +98,8 @@ class LlamaCpp(Engine):
         ids = tokens.tolist()
         # the server says nothing of a token that is half a character; which one it draws is no matter,
         # because the probabilities are those before the bias
-        reader = import_module("gguf").GGUFReader(settings.model.path)
-        letter = reader.get_field("tokenizer.ggml.tokens").contents().index("a")
         options: dict[str, Any] = {
-            "logit_bias": [[letter, 1000.0]],
+            "logit_bias": [["a", 1000.0]],
             "max_tokens": 1,
             "temperature": 0,
             "n_probs": vocabulary,
