@@ -27,7 +27,10 @@ LOGGED = ("epoch", "step", RECONSTRUCTION, PENALTY, UNDECIDED, NOT_NEAREST, TUNI
 
 def check_trainer(trainer: Namespace) -> None:
     """Raise UserError where the trainer section asks for something that a walk can't do."""
-    for callback in listed(trainer["callbacks"]):
+    callbacks = listed(trainer["callbacks"])
+    # a user's own may log what another one monitors
+    all_known = all(type(callback).__module__.startswith("lightning.") for callback in callbacks)
+    for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, ProgressBar) or name in CHANGE_STEPS:
             raise UserError(
@@ -37,7 +40,7 @@ def check_trainer(trainer: Namespace) -> None:
         if name in WANT_LOGGERS and trainer.logger in (False, []):
             raise UserError(f"trainer.callbacks has {name}, which needs a logger: leave trainer.logger out")
         monitor = getattr(callback, "monitor", None)
-        if monitor is not None and str(monitor).partition("/")[0] not in LOGGED:
+        if all_known and monitor is not None and str(monitor).partition("/")[0] not in LOGGED:
             raise UserError(
                 f"trainer.callbacks has {name}, whose monitor is {monitor}, which no training here logs: the "
                 f"names begin with {', '.join(LOGGED)}, such as {RECONSTRUCTION}/q_proj"
