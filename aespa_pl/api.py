@@ -194,6 +194,8 @@ def _options(key: str, value: Any) -> list[Option]:
 def _option(key: str, value: Any) -> Option:
     if isinstance(value, str | os.PathLike):
         return Option(key, os.fspath(value))
+    if isinstance(value, torch.dtype):
+        return Option(key, str(value).removeprefix("torch."))
     try:  # numbers of NumPy and torch become Python's
         return Option(key, json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else str(v)))
     except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several numbers

@@ -219,7 +219,8 @@ def test_mistakes_are_one_line(given: dict[str, Any], message: str, tmp_path: Pa
 def test_a_run_without_progress_loads_its_model_without_a_bar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = call(tmp_path, method="rtn", progress=False)
+    run = call(tmp_path, method="rtn", progress=False, dtype=torch.bfloat16)
+    assert "  dtype: bfloat16\n" in (run.folder / "config.yaml").read_text()
     run.model()
     run.export("hf", verify="bytes")
     assert capfd.readouterr() == ("", "")
