@@ -21,7 +21,7 @@ CHANGE_STEPS = (
 PRECISIONS = (None, 32, "32", "32-true")  # that mean here what Lightning means by them
 WANT_LOGGERS = ("LearningRateMonitor", "DeviceStatsMonitor")
 """Lightning's callbacks that can't do without a logger."""
-LOGGED = ("epoch", "step", RECONSTRUCTION, PENALTY, UNDECIDED, NOT_NEAREST, TUNING)
+LOGGED = ("epoch", "step", "loss", RECONSTRUCTION, PENALTY, UNDECIDED, NOT_NEAREST, TUNING)
 """How the names of what trainings log begin, before a slash."""
 
 

@@ -121,7 +121,7 @@ def rows_by_hand(block: nn.Module, layout: BlockLayout, name: str, module: str) 
     weight = linear(block, module).weight
     size = layout.head_dim
     heads = {"query": layout.heads, "key": layout.key_value_heads, "value": layout.key_value_heads}
-    if role(name) not in heads:
+    if layout.latent or role(name) not in heads:
         if module.endswith(("gate_up_proj", "input_linear")):
             gate, up = weight.chunk(2)
             weight = gate if name == "gate_proj" else up

@@ -113,7 +113,7 @@ def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None
     d = len(statistics.inputs["attention_input"][:][0])
     columns = {name: len(H[:][0]) for name, H in statistics.inputs.items()}
     joins = {name for name in columns if name.endswith(("output", "hidden"))}
-    inputs = {name: torch.randn(d, d) for name in columns.keys() - joins}
+    inputs = {name: torch.randn(columns[name], columns[name]) for name in columns.keys() - joins}
     outputs = {name: torch.randn(d, columns[name]) for name in joins}
     raw = copy.deepcopy(statistics)
     attended = torch.randn(layout.key_value_heads, layout.head_dim, d) if layout.quantizes_values else None

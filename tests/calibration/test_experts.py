@@ -80,7 +80,8 @@ class Bench:
             logits.sigmoid() if config.model_type in SIGMOIDS else logits.softmax(-1)
         ):
             best = self.best(row)
-            total = sum(float(row[e]) for e in best) if getattr(router, "norm_topk_prob", True) else 1.0
+            normed = getattr(router, "norm_topk_prob", config.model_type != "deepseek_v2")
+            total = sum(float(row[e]) for e in best) if normed else 1.0
             factor = getattr(config, "routed_scaling_factor", 1.0)
             found += [(token, e, factor * float(row[e] * scales[e]) / total) for e in best]
             if self.mixture.shared_gate is not None:

@@ -144,11 +144,12 @@ def test_early_stopping_may_end_the_learning(
 
 
 def test_early_stopping_on_what_is_not_logged_is_refused(aespa: CommandLine, model: Path) -> None:
-    stopping = ("--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val_loss")
+    monitor = "loss_reconstruction/other"
+    stopping = ("--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", monitor)
     on_epochs = ("--trainer.callbacks.check_on_train_epoch_end", "true")
     status, _, err = aespa("fit", *small(model), *NO_TEXTS, *stopping, *on_epochs)
     assert (status, err.count("\n")) == (2, 1)
-    assert "has EarlyStopping, whose monitor is val_loss, which this training does not log" in err
+    assert f"has EarlyStopping, whose monitor is {monitor}, which this training does not log" in err
 
 
 def test_checkpoints_of_the_user_stay_where_there_is_no_logger(aespa: CommandLine, model: Path) -> None:

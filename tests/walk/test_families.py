@@ -11,7 +11,6 @@ STRUCTURES = [
     "glm", "glm4", "ernie4.5", "hunyuan", "lfm2", "glm4-moe", "ernie4.5-moe", "hunyuan-moe", "lfm2-moe",
     "granite4", "granite4-dense", "granite4-moe", "gemma4", "gemma4-full", "gemma4-moe",
     "gemma4-small", "granite-moe", "olmoe", "minimax", "glm4-flash", "deepseek-v2", "deepseek-v3",
-    "qwen3-next",
 ]  # fmt: skip
 
 

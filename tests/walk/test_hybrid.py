@@ -11,6 +11,16 @@ from tests.walks import BLOCKS, same_files, shortened, walk
 CORRECTED = {"input_correction": 0.5}
 
 
+def test_eight_bits_give_the_logits(tmp_path: Path) -> None:
+    quantized = walk("qwen3-next", tmp_path, CORRECTED | {"bits": 8})
+    with torch.inference_mode():
+        logits, expected = (
+            model(quantized.ids, use_cache=False).logits
+            for model in (quantized.exported(), quantized.original)
+        )
+    assert (logits - expected).square().mean() < 1e-3 * expected.var()
+
+
 def test_values_behind_a_gate_are_the_same_in_several_passes(tmp_path: Path) -> None:
     whole, parts = (
         walk("qwen3.5", tmp_path / f"{heads}", CORRECTED, partition=Partition(heads=heads))
