@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import (
     BloomConfig,
+    DeepseekV3Config,
     Glm4MoeConfig,
     Lfm2Config,
     LlamaConfig,
@@ -204,3 +205,29 @@ def check_types(config: PreTrainedConfig, mixture: str, expected: dict[str, str]
 def test_a_type_that_is_no_mixture_is_that_of_every_matrix(name: str, columns: int, expected: str) -> None:
     model = MixtureModel(32, 4, large=False)
     assert {mixture_type(name, matrix, columns, model) for matrix in Matrix} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "of_attention", "of_down"),
+    [
+        ("Q3_K_M", ("Q3_K", "Q3_K", "Q3_K", "Q5_K"), "Q4_K"),
+        ("Q2_K", ("Q2_K", "Q2_K", "Q2_K", "Q5_K"), "Q3_K"),
+    ],
+)
+def test_of_latent_attention_the_output_alone_has_another_type(
+    mixture: str, of_attention: tuple[str, ...], of_down: str
+) -> None:
+    """As llama.cpp's own file of a model with four blocks and 8 experts had them."""
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=256, kv_lora_rank=256, v_head_dim=64, n_routed_experts=8,
+        moe_intermediate_size=256, first_k_dense_replace=1,
+    )  # fmt: skip
+    layouts = family_of(config).layouts(config)
+    model = MixtureModel.of(layouts, architecture_of(config).name)
+    types = {
+        p.name: mixture_type(mixture, matrix_of(layouts[2], p), 256, model, 2) for p in layouts[2].projections
+    }
+    names = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
+    assert tuple(types[name] for name in names) == of_attention
+    assert types["expert_3_down_proj"] == of_down
