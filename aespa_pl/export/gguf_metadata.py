@@ -105,7 +105,8 @@ def _add_experts(writer: GGUFWriter, model: QuantizedModel) -> None:
         writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", True))
         writer.add_expert_weights_scale(getattr(config, "routed_scaling_factor", 1.0))
         writer.add_interleave_moe_layer_step(1)
-        if (groups := getattr(config, "n_group", None) or 1) > 1:
+        groups = getattr(config, "n_group", None) or 1
+        if sigmoid and groups > 1:  # the others that state groups choose among all experts
             writer.add_expert_group_count(groups)
             writer.add_expert_group_used_count(config.topk_group)
 
@@ -185,7 +186,7 @@ def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> No
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
         if (of_all := rope.get("mscale_all_dim")) is not None:
-            # llama.cpp wants the factor of the logarithm in latent attention, and a share of it elsewhere
+            # elsewhere llama.cpp itself multiplies by the 0.1 of YaRN's logarithm
             writer.add_rope_scaling_yarn_log_mul(of_all * (0.1 if hasattr(config, "kv_lora_rank") else 1))
     if beta is not None:
         writer.add_attn_temperature_scale(beta)

@@ -14,8 +14,8 @@ from aespa_pl.errors import printable
 from aespa_pl.evaluation.table import markdown, measured, result_table, tokens_in_words
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.hub import is_local
 from aespa_pl.models.multimodal import whole_type
-from aespa_pl.paths import expanded
 from aespa_pl.run.journal import Run
 
 LOAD = """\
@@ -48,12 +48,12 @@ def model_card(
     header = ModelCardData(
         tags=["aespa", chosen.name],
         pipeline_tag="text-generation",
-        base_model=None if _is_local(pretrained) else pretrained,
+        base_model=None if is_local(pretrained) else pretrained,
         license=licence,
     )
     stated = "not stated: the folder of the base model has no card that names one"
     name = base = markdown(Path(pretrained).name)
-    if not _is_local(pretrained):
+    if not is_local(pretrained):
         base = f"[{name}](https://huggingface.co/{quote(pretrained)})"
     if whole_type(model.original) is not None:
         base = f"The text model of {base}"
@@ -79,13 +79,9 @@ def _base_licence(folder: Path) -> str | None:
     return None if licence is None else str(licence)
 
 
-def _is_local(pretrained: str) -> bool:
-    return pretrained.startswith(("embedded:", "~", "/", ".")) or expanded(pretrained).exists()
-
-
 def _public_name(source: str) -> str:
     """Return the name of a model or text; of a file or folder on this machine, its last part."""
-    return Path(source).name if _is_local(source) else source
+    return Path(source).name if is_local(source) else source
 
 
 def _public_names(sources: Iterable[str]) -> dict[str, str]:

@@ -69,8 +69,8 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def is_local(pretrained: str) -> bool:
-    """Return whether a model lies in a folder, or in this package."""
-    return pretrained.startswith(EMBEDDED) or expanded(pretrained).is_dir()
+    """Return whether a model, or a text, lies on this machine or in this package."""
+    return pretrained.startswith((EMBEDDED, "~", "/", ".")) or expanded(pretrained).exists()
 
 
 def here(pretrained: str, revision: str | None = None) -> Path | None:

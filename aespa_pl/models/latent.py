@@ -2,7 +2,7 @@
 
 Two short vectors of a token are read off the residual stream. Behind a norm each, one becomes the queries of
 all heads, the other their keys and values; a small key with RoPE, which all heads share, comes with it. The
-matrix of keys and values (kv_b_proj) keeps its precision: it has about 1 % of a model's weights, and engines
+matrix of keys and values (kv_b_proj) keeps its precision: it has below 1 % of a model's weights, and engines
 split it in two and turn one of them over, so groups of its columns would be groups no longer. Small models of
 DeepSeek V2 make queries without the short vector.
 """

@@ -274,7 +274,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "glm4-flash": lambda: llama(Glm4MoeLiteConfig, **LATENT, num_experts_per_tok=2),
     "deepseek-v2": lambda: llama(
-        DeepseekV2Config, **{**LATENT, "q_lora_rank": None}, num_experts_per_tok=2, first_k_dense_replace=1
+        DeepseekV2Config, **{**LATENT, "q_lora_rank": None}, num_experts_per_tok=2, first_k_dense_replace=1,
+        n_group=2, topk_group=1,  # of which topk_method greedy makes no use
     ),
     "deepseek-v3-yarn": lambda: llama(
         DeepseekV3Config, **LATENT, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
