@@ -116,6 +116,9 @@ def test_the_configuration_of_the_text_model_is_what_was_read(name: str, tmp_pat
     pretrained = PretrainedFolder.open(save(make_whole(name), tmp_path / "whole"))
     (tmp_path / "config.json").write_text(json.dumps(pretrained.own_files["config.json"]))
     assert as_read(AutoConfig.from_pretrained(tmp_path)) == as_read(pretrained.config)
+    if name in ONE_POSITION:  # no engine finds three positions in it
+        stated = pretrained.own_files["config.json"]["rope_parameters"]
+        assert stated.keys() == {"rope_type", "rope_theta"}
 
 
 def test_what_is_left_out_is_said_by_its_part(tmp_path: Path) -> None:
